@@ -1,0 +1,360 @@
+//! Membership: the thread that keeps a rank joined.
+//!
+//! Owns the Attach stream, its heartbeats, and errands that must not wait for the worker (giving
+//! buffers back, leaving). One thread for each joined communicator, so that a worker that computes, or
+//! is stuck in a native library, stays a member; it dies with the process, and the membership with it.
+//!
+//! ```text
+//!   Joining --Joined, window mapped--> Joined --Ready--> Ready
+//!      |                                  |                |
+//!      +-----------------+----------------+----------------+--> Over (refused, ended, lost, left)
+//! ```
+
+use crate::error::{EpochEnd, Refused};
+use allreduce_contract::companion::{Kind, Reply, Request, TOKEN_LEN};
+use allreduce_contract::memory::{Mapping, SealedMemory};
+use allreduce_contract::v1::attach_request::Message as FromRank;
+use allreduce_contract::v1::attach_response::Message as ToRank;
+use allreduce_contract::v1::buffers_client::BuffersClient;
+use allreduce_contract::v1::communicator_client::CommunicatorClient;
+use allreduce_contract::v1::{
+    AttachRequest, Heartbeat, Hello, Joined, Leave, Notice, NoticeKind, Ready, RegionKind,
+    ReleaseRequest,
+};
+use allreduce_contract::window::Control;
+use nix::sys::socket::{
+    AddressFamily, SockFlag, SockType, UnixAddr, connect, setsockopt, socket, sockopt,
+};
+use nix::sys::time::{TimeVal, TimeValLike};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::transport::{Channel, Endpoint};
+
+/// How long an exchange on the companion socket may take.
+const COMPANION_TIMEOUT_S: i64 = 10;
+/// How long leaving may take: then the connection is simply dropped.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Where a membership is.
+#[derive(Debug, Clone)]
+pub(crate) enum Membership {
+    Joining,
+    Joined,
+    Ready(Arc<Window>, Arc<Ready>),
+    Over(Over),
+}
+
+/// Why a membership is over.
+#[derive(Debug, Clone)]
+pub(crate) enum Over {
+    /// Attach was refused.
+    Refused(Refused),
+    /// The executor ended the epoch.
+    Ended(EpochEnd),
+    /// The executor died, or does not answer.
+    Lost(String),
+    /// The window could not be mapped.
+    Window(String),
+    /// This side left.
+    Left,
+}
+
+/// A rank's mapped window.
+#[derive(Debug)]
+pub(crate) struct Window {
+    pub(crate) joined: Joined,
+    pub(crate) control: Control,
+    pub(crate) arena: Arc<Mapping>,
+}
+
+/// What the thread does for the worker.
+#[derive(Debug)]
+pub(crate) enum Errand {
+    /// Give a buffer back.
+    Release(u64),
+    /// Leave, then end.
+    Leave,
+}
+
+/// Where an executor is, and how to show that one may.
+#[derive(Debug, Clone)]
+pub(crate) struct ExecutorAt {
+    pub(crate) socket: PathBuf,
+    pub(crate) companion: PathBuf,
+    pub(crate) token: [u8; TOKEN_LEN],
+}
+
+/// A running membership. Dropping it leaves.
+#[derive(Debug)]
+pub(crate) struct Attachment {
+    pub(crate) errands: mpsc::UnboundedSender<Errand>,
+    pub(crate) membership: watch::Receiver<Membership>,
+    pub(crate) draining: watch::Receiver<bool>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Attachment {
+    /// Starts the thread, which dials and says hello.
+    pub(crate) fn start(at: ExecutorAt, hello: Hello) -> io::Result<Self> {
+        let (errands, todo) = mpsc::unbounded_channel();
+        let (state, membership) = watch::channel(Membership::Joining);
+        let (drain, draining) = watch::channel(false);
+        let thread = std::thread::Builder::new()
+            .name("allreduce-attach".to_owned())
+            .spawn(move || {
+                let runtime = tokio::runtime::Builder::new_current_thread()
+                    .enable_all()
+                    .build();
+                let over = match runtime {
+                    Ok(runtime) => runtime.block_on(
+                        Member {
+                            at,
+                            state: &state,
+                            drain,
+                        }
+                        .run(hello, todo),
+                    ),
+                    Err(error) => Over::Lost(error.to_string()),
+                };
+                state.send_replace(Membership::Over(over));
+            })?;
+        Ok(Self {
+            errands,
+            membership,
+            draining,
+            thread: Some(thread),
+        })
+    }
+
+    /// Leaves, and waits until the executor has been told.
+    pub(crate) fn leave(&mut self) {
+        // A thread that is over has left.
+        let _ = self.errands.send(Errand::Leave);
+        if let Some(thread) = self.thread.take() {
+            // It ends within LEAVE_TIMEOUT; a panic there has been printed.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Attachment {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+struct Member<'a> {
+    at: ExecutorAt,
+    state: &'a watch::Sender<Membership>,
+    drain: watch::Sender<bool>,
+}
+
+fn lost(error: impl std::fmt::Display) -> Over {
+    Over::Lost(error.to_string())
+}
+
+/// Dials a Unix socket.
+pub(crate) async fn dial(socket: &Path) -> Result<Channel, tonic::transport::Error> {
+    Endpoint::from_shared(format!("unix://{}", socket.display()))?
+        .connect()
+        .await
+}
+
+impl Member<'_> {
+    async fn run(&self, hello: Hello, mut errands: mpsc::UnboundedReceiver<Errand>) -> Over {
+        let channel = match dial(&self.at.socket).await {
+            Ok(channel) => channel,
+            Err(error) => return lost(error_chain(&error)),
+        };
+        let (outbound, messages) = mpsc::unbounded_channel();
+        let rank = hello.rank;
+        let send = |message| {
+            outbound
+                .send(AttachRequest {
+                    message: Some(message),
+                })
+                .is_ok()
+        };
+        send(FromRank::Hello(hello));
+        let attach = CommunicatorClient::new(channel.clone())
+            .attach(UnboundedReceiverStream::new(messages))
+            .await;
+        let mut inbound = match attach {
+            Ok(response) => response.into_inner(),
+            Err(status) => return refused_or_lost(&status),
+        };
+        let mut buffers = BuffersClient::new(channel);
+        let mut window: Option<Arc<Window>> = None;
+        let mut interval = Duration::from_secs(1);
+        let mut timeout = Duration::from_secs(10);
+        let mut next_beat = Instant::now() + interval;
+        let mut heard = Instant::now();
+        let mut nonce = 0;
+        loop {
+            tokio::select! {
+                message = inbound.message() => {
+                    heard = Instant::now();
+                    let message = match message {
+                        Ok(Some(response)) => response.message,
+                        Ok(None) => return lost("the executor closed the connection"),
+                        Err(status) => return refused_or_lost(&status),
+                    };
+                    match message {
+                        Some(ToRank::Joined(joined)) => {
+                            interval = Duration::from_millis(u64::from(joined.heartbeat_interval_ms));
+                            timeout = Duration::from_millis(u64::from(joined.heartbeat_timeout_ms));
+                            next_beat = heard + interval;
+                            match map_window(&self.at, rank, joined) {
+                                Ok(mapped) => {
+                                    window = Some(Arc::new(mapped));
+                                    self.state.send_replace(Membership::Joined);
+                                }
+                                Err(reason) => return Over::Window(reason),
+                            }
+                        }
+                        Some(ToRank::Ready(ready)) => {
+                            if let Some(window) = &window {
+                                let ready = Membership::Ready(Arc::clone(window), Arc::new(ready));
+                                self.state.send_replace(ready);
+                            }
+                        }
+                        Some(ToRank::Notice(notice)) => match notice.kind() {
+                            NoticeKind::Abort => {
+                                // Over for reductions; the stream stays, and the memory with it, until
+                                // the worker lets go of the communicator.
+                                self.state.send_replace(Membership::Over(ended(notice)));
+                            }
+                            NoticeKind::Drain => {
+                                self.drain.send_replace(true);
+                            }
+                            NoticeKind::Epoch | NoticeKind::Lane | NoticeKind::Unspecified => {}
+                        },
+                        Some(ToRank::Heartbeat(_)) | None => {}
+                    }
+                }
+                () = tokio::time::sleep_until(next_beat) => {
+                    if heard.elapsed() > timeout {
+                        return lost("the executor does not answer heartbeats");
+                    }
+                    nonce += 1;
+                    next_beat += interval;
+                    if !send(FromRank::Heartbeat(Heartbeat { nonce })) {
+                        return lost("the executor closed the connection");
+                    }
+                }
+                errand = errands.recv() => match errand {
+                    Some(Errand::Release(buffer_id)) => {
+                        let Some(window) = &window else { continue };
+                        let session = window.joined.session;
+                        // A session that is over has given all back.
+                        let _ = buffers.release(ReleaseRequest { session, buffer_id }).await;
+                    }
+                    Some(Errand::Leave) | None => {
+                        send(FromRank::Leave(Leave {}));
+                        drop(outbound);
+                        let closed = async { while let Ok(Some(_)) = inbound.message().await {} };
+                        // The executor closes its side once it has read Leave.
+                        let _ = tokio::time::timeout(LEAVE_TIMEOUT, closed).await;
+                        return Over::Left;
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn refused_or_lost(status: &tonic::Status) -> Over {
+    let refused = Refused::new(status);
+    if refused.is_transport() {
+        Over::Lost(refused.message)
+    } else {
+        Over::Refused(refused)
+    }
+}
+
+fn ended(notice: Notice) -> Over {
+    Over::Ended(EpochEnd {
+        epoch: notice.epoch,
+        rank: notice.rank,
+        message: notice.reason,
+    })
+}
+
+/// An error and its causes, in one line.
+pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.ends_with(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
+}
+
+fn map_window(at: &ExecutorAt, rank: u32, joined: Joined) -> Result<Window, String> {
+    let fetch = |kind: Kind, region: RegionKind| {
+        let announced = joined
+            .regions
+            .iter()
+            .find(|found| found.kind() == region)
+            .map(|found| found.len_bytes)
+            .ok_or_else(|| format!("Joined names no region {region:?}"))?;
+        let request = Request {
+            kind,
+            token: at.token,
+            session: joined.session,
+            rank,
+            len_bytes: 0,
+        };
+        match exchange(&at.companion, &request, None)? {
+            (Reply::Region { len_bytes }, Some(fd)) if len_bytes == announced => {
+                SealedMemory::adopt(fd, announced).map_err(|error| error.to_string())
+            }
+            (Reply::Refused(refusal), _) => Err(refusal.to_string()),
+            (reply, _) => Err(format!("unexpected reply {reply:?}")),
+        }
+    };
+    let control = fetch(Kind::Control, RegionKind::Control)?;
+    let control = Control::open(&control).map_err(|error| error.to_string())?;
+    let arena = fetch(Kind::Arena, RegionKind::Arena)?;
+    let arena = Arc::new(arena.map().map_err(|error| error.to_string())?);
+    Ok(Window {
+        joined,
+        control,
+        arena,
+    })
+}
+
+/// One exchange on the companion socket, at most [`COMPANION_TIMEOUT_S`] for each direction.
+pub(crate) fn exchange(
+    companion: &Path,
+    request: &Request,
+    memory: Option<BorrowedFd<'_>>,
+) -> Result<(Reply, Option<OwnedFd>), String> {
+    let text = |error: nix::errno::Errno| format!("companion socket: {error}");
+    let socket = socket(
+        AddressFamily::Unix,
+        SockType::SeqPacket,
+        SockFlag::SOCK_CLOEXEC,
+        None,
+    )
+    .map_err(text)?;
+    let limit = TimeVal::seconds(COMPANION_TIMEOUT_S);
+    setsockopt(&socket, sockopt::ReceiveTimeout, &limit).map_err(text)?;
+    setsockopt(&socket, sockopt::SendTimeout, &limit).map_err(text)?;
+    let address = UnixAddr::new(companion).map_err(text)?;
+    connect(socket.as_raw_fd(), &address).map_err(text)?;
+    request
+        .send(socket.as_fd(), memory)
+        .map_err(|error| error.to_string())?;
+    Reply::receive(socket.as_fd()).map_err(|error| error.to_string())
+}

@@ -1,0 +1,178 @@
+//! The same client for code without a runtime.
+//!
+//! Each value owns a current-thread runtime, driven only inside its calls, on the calling thread: no
+//! other thread is woken for a reduction, which is what makes it the fastest front. Do not call it from
+//! async code.
+
+use crate::buffer::{Buffer, Element};
+use crate::client::JoinOptions;
+use crate::communicator::{AllReduceOptions, Reduction};
+use crate::error::{BufferError, ConnectError, Failed, JoinError, Refused, StillRunning};
+use allreduce_contract::memory::SealedMemory;
+use allreduce_contract::{Backend, Lane, Op};
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+use tokio::runtime::Runtime;
+
+/// The node's daemon; see [`crate::Client`].
+#[derive(Debug, Clone)]
+pub struct Client(crate::Client);
+
+fn runtime() -> io::Result<Runtime> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+}
+
+impl Client {
+    /// See [`crate::Client::connect`].
+    ///
+    /// # Errors
+    /// [`ConnectError`].
+    pub fn connect(socket: impl AsRef<Path>) -> Result<Self, ConnectError> {
+        let runtime = runtime().map_err(|error| ConnectError {
+            socket: socket.as_ref().to_owned(),
+            reason: error.to_string(),
+        })?;
+        runtime.block_on(crate::Client::connect(socket)).map(Self)
+    }
+
+    /// See [`crate::Client::join`].
+    ///
+    /// # Errors
+    /// [`JoinError`].
+    pub fn join(&self, options: JoinOptions) -> Result<Communicator, JoinError> {
+        let runtime = runtime().map_err(JoinError::Thread)?;
+        let communicator = runtime.block_on(self.0.join(options))?;
+        Ok(Communicator {
+            communicator,
+            runtime,
+        })
+    }
+}
+
+/// A joined communicator; see [`crate::Communicator`].
+#[derive(Debug)]
+pub struct Communicator {
+    // Dropped first: its connection belongs to the runtime.
+    communicator: crate::Communicator,
+    runtime: Runtime,
+}
+
+impl Communicator {
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.communicator.rank()
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> u32 {
+        self.communicator.world_size()
+    }
+
+    /// The epoch.
+    pub fn epoch(&self) -> u64 {
+        self.communicator.epoch()
+    }
+
+    /// The backend in use.
+    pub fn backend(&self) -> Backend {
+        self.communicator.backend()
+    }
+
+    /// The lane in use.
+    pub fn lane(&self) -> Lane {
+        self.communicator.lane()
+    }
+
+    /// Why this lane.
+    pub fn lane_reason(&self) -> &str {
+        self.communicator.lane_reason()
+    }
+
+    /// See [`crate::Communicator::is_draining`].
+    pub fn is_draining(&self) -> bool {
+        self.communicator.is_draining()
+    }
+
+    /// See [`crate::Communicator::allocate`].
+    ///
+    /// # Errors
+    /// [`BufferError`].
+    pub fn allocate<T: Element>(&self, num_elems: usize) -> Result<Buffer<T>, BufferError> {
+        self.runtime.block_on(self.communicator.allocate(num_elems))
+    }
+
+    /// See [`crate::Communicator::register`].
+    ///
+    /// # Errors
+    /// [`BufferError`].
+    pub fn register<T: Element>(&self, memory: SealedMemory) -> Result<Buffer<T>, BufferError> {
+        self.runtime.block_on(self.communicator.register(memory))
+    }
+
+    /// See [`crate::Communicator::all_reduce`].
+    ///
+    /// # Errors
+    /// [`Failed`].
+    pub fn all_reduce<T: Element>(
+        &self,
+        buffer: Buffer<T>,
+        op: Op,
+    ) -> Result<Buffer<T>, Box<Failed<Buffer<T>>>> {
+        self.runtime
+            .block_on(self.communicator.all_reduce(buffer, op))
+    }
+
+    /// See [`crate::Communicator::all_reduce_with`].
+    ///
+    /// # Errors
+    /// [`Failed`].
+    pub fn all_reduce_with<T: Element>(
+        &self,
+        buffer: Buffer<T>,
+        op: Op,
+        options: AllReduceOptions,
+    ) -> Result<(Buffer<T>, Reduction), Box<Failed<Buffer<T>>>> {
+        self.runtime
+            .block_on(self.communicator.all_reduce_with(buffer, op, options))
+    }
+
+    /// See [`crate::Communicator::all_reduce_into`].
+    ///
+    /// # Errors
+    /// [`Failed`].
+    #[allow(clippy::type_complexity)] // the pair of buffers, given and given back
+    pub fn all_reduce_into<T: Element>(
+        &self,
+        src: Buffer<T>,
+        dst: Buffer<T>,
+        op: Op,
+        options: AllReduceOptions,
+    ) -> Result<((Buffer<T>, Buffer<T>), Reduction), Box<Failed<(Buffer<T>, Buffer<T>)>>> {
+        self.runtime
+            .block_on(self.communicator.all_reduce_into(src, dst, op, options))
+    }
+
+    /// See [`crate::Communicator::wait_settled`].
+    ///
+    /// # Errors
+    /// [`StillRunning`].
+    pub fn wait_settled(&self, timeout: Duration) -> Result<(), StillRunning> {
+        self.communicator.wait_settled(timeout)
+    }
+
+    /// See [`crate::Communicator::ping`].
+    ///
+    /// # Errors
+    /// [`Refused`].
+    pub fn ping(&self) -> Result<(), Refused> {
+        self.runtime.block_on(self.communicator.ping())
+    }
+
+    /// See [`crate::Communicator::leave`].
+    pub fn leave(self) {
+        self.runtime.block_on(self.communicator.leave());
+    }
+}

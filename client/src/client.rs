@@ -1,0 +1,269 @@
+//! The daemon, from a worker's side: finding executors and joining communicators.
+
+use crate::attach::{Attachment, ExecutorAt, Membership, Over, dial, error_chain};
+use crate::communicator::Communicator;
+use crate::error::{ConnectError, JoinError, Refused};
+use allreduce_contract::companion::TOKEN_LEN;
+use allreduce_contract::v1::control_client::ControlClient;
+use allreduce_contract::v1::{self, ErrorCode, Hello, OpenRequest, OpenResponse};
+use allreduce_contract::window::ABI_VERSION;
+use allreduce_contract::{Backend, Lane};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// First pause before dialling again; doubles up to [`LONGEST_PAUSE`].
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+
+/// The socket of the node's daemon when none is named: `ALLREDUCED_SOCKET`, else the service's.
+pub fn default_socket() -> PathBuf {
+    std::env::var_os("ALLREDUCED_SOCKET").map_or_else(
+        || PathBuf::from("/run/allreduced/allreduced.sock"),
+        PathBuf::from,
+    )
+}
+
+/// How a rank joins.
+#[derive(Debug, Clone)]
+pub struct JoinOptions {
+    communicator: String,
+    rank: u32,
+    world_size: u32,
+    backend: Option<Backend>,
+    lanes: Vec<Lane>,
+    arena_len_bytes: u64,
+    client_name: String,
+    timeout: Duration,
+}
+
+impl JoinOptions {
+    /// Rank `rank` of `world_size` (1..=16) of a communicator; all ranks name the same one.
+    pub fn new(communicator: impl Into<String>, rank: u32, world_size: u32) -> Self {
+        let program = std::env::current_exe().ok().and_then(|path| {
+            let name = path.file_name()?;
+            Some(name.to_string_lossy().into_owned())
+        });
+        Self {
+            communicator: communicator.into(),
+            rank,
+            world_size,
+            backend: None,
+            lanes: Vec::new(),
+            arena_len_bytes: 0,
+            client_name: program.unwrap_or_default(),
+            timeout: Duration::from_secs(120),
+        }
+    }
+
+    /// Asks for a backend instead of letting the daemon choose.
+    #[must_use]
+    pub fn backend(mut self, backend: Backend) -> Self {
+        self.backend = Some(backend);
+        self
+    }
+
+    /// Lanes this rank can use, best first, instead of letting the executor choose.
+    #[must_use]
+    pub fn lanes(mut self, lanes: impl Into<Vec<Lane>>) -> Self {
+        self.lanes = lanes.into();
+        self
+    }
+
+    /// Bytes of memory for this rank's buffers; 0 (the default) takes the daemon's default.
+    #[must_use]
+    pub fn arena_len_bytes(mut self, len_bytes: u64) -> Self {
+        self.arena_len_bytes = len_bytes;
+        self
+    }
+
+    /// A name to show in `allreduced status`; the program's by default.
+    #[must_use]
+    pub fn client_name(mut self, name: impl Into<String>) -> Self {
+        self.client_name = name.into();
+        self
+    }
+
+    /// How long to wait for the daemon and for the other ranks; 120 s by default.
+    #[must_use]
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+}
+
+/// The node's daemon. Holds a path, not a connection: each join dials anew, so that it outlives restarts
+/// of the daemon.
+#[derive(Debug, Clone)]
+pub struct Client {
+    socket: PathBuf,
+}
+
+impl Client {
+    /// Looks whether a daemon answers on `socket`.
+    ///
+    /// # Errors
+    /// [`ConnectError`] if none does.
+    pub async fn connect(socket: impl AsRef<Path>) -> Result<Self, ConnectError> {
+        let socket = socket.as_ref().to_owned();
+        match dial(&socket).await {
+            Ok(_) => Ok(Self { socket }),
+            Err(error) => Err(ConnectError {
+                reason: error_chain(&error),
+                socket,
+            }),
+        }
+    }
+
+    /// Joins a communicator, and waits until every rank has. Dials the daemon and the executor again as
+    /// long as they are not to be reached, until the timeout.
+    ///
+    /// # Errors
+    /// [`JoinError`]; a refusal is final, and says why.
+    pub async fn join(&self, options: JoinOptions) -> Result<Communicator, JoinError> {
+        let deadline = Instant::now() + options.timeout;
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let again = match self.try_join(&options, deadline).await {
+                Ok(communicator) => return Ok(communicator),
+                Err(Attempt::Final(error)) => return Err(error),
+                Err(Attempt::Again(reason)) => reason,
+            };
+            if Instant::now() + pause >= deadline {
+                return Err(JoinError::Connect(ConnectError {
+                    socket: self.socket.clone(),
+                    reason: again,
+                }));
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    async fn open(&self, options: &JoinOptions) -> Result<OpenResponse, Attempt> {
+        let channel = dial(&self.socket)
+            .await
+            .map_err(|error| Attempt::Again(error_chain(&error)))?;
+        let request = OpenRequest {
+            communicator: options.communicator.clone(),
+            world_size: options.world_size,
+            backend: options
+                .backend
+                .map_or(0, |backend| v1::Backend::from(backend) as i32),
+        };
+        match ControlClient::new(channel).open(request).await {
+            Ok(response) => Ok(response.into_inner()),
+            Err(status) => Err(Attempt::of(Refused::new(&status))),
+        }
+    }
+
+    async fn try_join(
+        &self,
+        options: &JoinOptions,
+        deadline: Instant,
+    ) -> Result<Communicator, Attempt> {
+        let opened = self.open(options).await?;
+        let token = <[u8; TOKEN_LEN]>::try_from(opened.token.as_slice()).map_err(|_| {
+            Attempt::Again("the daemon answered a token of another length".to_owned())
+        })?;
+        let at = ExecutorAt {
+            socket: opened.executor_socket.into(),
+            companion: opened.companion_socket.into(),
+            token,
+        };
+        let hello = Hello {
+            token: opened.token,
+            rank: options.rank,
+            world_size: options.world_size,
+            abi: ABI_VERSION,
+            device_uuid: String::new(),
+            lanes: options
+                .lanes
+                .iter()
+                .map(|lane| v1::Lane::from(*lane) as i32)
+                .collect(),
+            arena_len_bytes: options.arena_len_bytes,
+            pid: std::process::id(),
+            client_name: options.client_name.clone(),
+        };
+        let attachment = Attachment::start(at.clone(), hello)
+            .map_err(|error| Attempt::Final(JoinError::Thread(error)))?;
+        let mut membership = attachment.membership.clone();
+        let settled = membership.wait_for(|state| match state {
+            Membership::Ready(..) | Membership::Over(_) => true,
+            Membership::Joining | Membership::Joined => false,
+        });
+        let settled = match tokio::time::timeout_at(deadline, settled).await {
+            Ok(Ok(state)) => state.clone(),
+            Ok(Err(_)) => return Err(Attempt::Again("the client's thread ended".to_owned())),
+            Err(_) => {
+                return Err(Attempt::Final(JoinError::Timeout {
+                    missing_ranks: Vec::new(),
+                    message: format!(
+                        "rank {} waited {} ms",
+                        options.rank,
+                        options.timeout.as_millis()
+                    ),
+                }));
+            }
+        };
+        let (window, ready) = match settled {
+            Membership::Ready(window, ready) => (window, ready),
+            Membership::Over(over) => return Err(Attempt::from(over)),
+            Membership::Joining | Membership::Joined => {
+                return Err(Attempt::Again("not settled".to_owned()));
+            }
+        };
+        let channel = dial(&at.socket)
+            .await
+            .map_err(|error| Attempt::Again(error_chain(&error)))?;
+        let lane = Lane::from_wire(ready.lane);
+        let backend = Backend::from_wire(ready.backend);
+        match (lane, backend) {
+            (Ok(lane), Ok(backend)) => Ok(Communicator::new(
+                attachment,
+                at,
+                channel,
+                window,
+                (options.rank, options.world_size),
+                (backend, lane, ready.reason.clone()),
+            )),
+            (Err(error), _) | (_, Err(error)) => {
+                Err(Attempt::Final(JoinError::Window(error.to_string())))
+            }
+        }
+    }
+}
+
+/// How an attempt to join ended badly.
+enum Attempt {
+    Final(JoinError),
+    Again(String),
+}
+
+impl Attempt {
+    fn of(refused: Refused) -> Self {
+        if refused.is_transient() || refused.is_transport() {
+            Self::Again(refused.message)
+        } else if refused.kind == ErrorCode::Timeout {
+            Self::Final(JoinError::Timeout {
+                missing_ranks: refused.detail.missing_ranks,
+                message: refused.message,
+            })
+        } else {
+            Self::Final(JoinError::Refused(refused))
+        }
+    }
+}
+
+impl From<Over> for Attempt {
+    fn from(over: Over) -> Self {
+        match over {
+            Over::Refused(refused) => Self::of(refused),
+            Over::Ended(end) => Self::Final(JoinError::EpochEnded(end)),
+            Over::Lost(reason) => Self::Again(reason),
+            Over::Window(reason) => Self::Final(JoinError::Window(reason)),
+            Over::Left => Self::Again("left".to_owned()),
+        }
+    }
+}

@@ -1,0 +1,487 @@
+//! A joined communicator: buffers and reductions.
+//!
+//! Owns the data connection and the sequence numbers. Refuses what can be refused without a round trip:
+//! foreign buffers and ranges that leave them.
+
+use crate::attach::{Attachment, Errand, ExecutorAt, Membership, Over, Window, exchange};
+use crate::buffer::{Buffer, Element};
+use crate::error::{AllReduceError, BufferError, Failed, Refused, StillRunning};
+use allreduce_contract::companion::{Kind, Reply, Request};
+use allreduce_contract::memory::SealedMemory;
+use allreduce_contract::v1::buffers_client::BuffersClient;
+use allreduce_contract::v1::collectives_client::CollectivesClient;
+use allreduce_contract::v1::{
+    self, AllReduceRequest, AllReduceResponse, AllocateRequest, BufferRange, Event, PingRequest,
+    RegisterRequest,
+};
+use allreduce_contract::window::Settled;
+use allreduce_contract::{Algorithm, Backend, Lane, Op};
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::sync::{mpsc, watch};
+use tonic::transport::Channel;
+
+/// Beyond a call's deadline, which the executor keeps: how long it may take to say so. An executor that
+/// stays silent longer is lost.
+const ANSWER_GRACE: Duration = Duration::from_secs(5);
+
+/// What a reduction may differ in from the whole buffer with the daemon's deadline.
+#[derive(Debug, Clone, Default)]
+pub struct AllReduceOptions {
+    /// Only these elements; all of the buffer by default.
+    pub range: Option<Range<usize>>,
+    /// How long to wait for the other ranks; the daemon's `default_timeout_ms` by default.
+    pub timeout: Option<Duration>,
+}
+
+/// What the executor says about a reduction it did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reduction {
+    /// What reduced.
+    pub algorithm: Algorithm,
+    /// Time it spent reducing.
+    pub reduce_time: Duration,
+    /// Time between the first and the last rank's call.
+    pub skew: Duration,
+    /// The rank that called last.
+    pub last_rank: u32,
+}
+
+/// One rank's membership of one epoch of a communicator. Dropping it leaves.
+///
+/// All ranks must make the same calls in the same order. Calls may overlap (up to the daemon's
+/// `max_in_flight`); the order is that of their first poll.
+#[derive(Debug)]
+pub struct Communicator {
+    rank: u32,
+    world_size: u32,
+    backend: Backend,
+    lane: Lane,
+    lane_reason: String,
+    at: ExecutorAt,
+    collectives: CollectivesClient<Channel>,
+    buffers: BuffersClient<Channel>,
+    window: Arc<Window>,
+    next_sequence: AtomicU64,
+    attachment: Attachment,
+}
+
+impl Communicator {
+    pub(crate) fn new(
+        attachment: Attachment,
+        at: ExecutorAt,
+        channel: Channel,
+        window: Arc<Window>,
+        (rank, world_size): (u32, u32),
+        (backend, lane, lane_reason): (Backend, Lane, String),
+    ) -> Self {
+        Self {
+            rank,
+            world_size,
+            backend,
+            lane,
+            lane_reason,
+            at,
+            collectives: CollectivesClient::new(channel.clone()),
+            buffers: BuffersClient::new(channel),
+            window,
+            next_sequence: AtomicU64::new(1),
+            attachment,
+        }
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> u32 {
+        self.world_size
+    }
+
+    /// The epoch.
+    pub fn epoch(&self) -> u64 {
+        self.window.joined.epoch
+    }
+
+    /// The backend in use.
+    pub fn backend(&self) -> Backend {
+        self.backend
+    }
+
+    /// The lane in use.
+    pub fn lane(&self) -> Lane {
+        self.lane
+    }
+
+    /// Why this lane.
+    pub fn lane_reason(&self) -> &str {
+        &self.lane_reason
+    }
+
+    /// Whether the daemon is draining: finish and leave.
+    pub fn is_draining(&self) -> bool {
+        *self.attachment.draining.borrow()
+    }
+
+    fn session(&self) -> u64 {
+        self.window.joined.session
+    }
+
+    fn errands(&self) -> mpsc::UnboundedSender<Errand> {
+        self.attachment.errands.clone()
+    }
+
+    /// Takes a buffer of `num_elems` elements from the window. Its contents are whatever was there.
+    ///
+    /// # Errors
+    /// [`BufferError`]: the arena is full, the epoch is over.
+    pub async fn allocate<T: Element>(&self, num_elems: usize) -> Result<Buffer<T>, BufferError> {
+        let elem_bytes = size_of::<T>();
+        let len_bytes = num_elems
+            .checked_mul(elem_bytes)
+            .and_then(|len_bytes| u64::try_from(len_bytes).ok())
+            .ok_or(BufferError::TooLarge {
+                num_elems,
+                elem_bytes,
+            })?;
+        let session = self.session();
+        let request = AllocateRequest { session, len_bytes };
+        let allocated = self
+            .buffers
+            .clone()
+            .allocate(request)
+            .await
+            .map_err(|status| buffer_error(&status))?
+            .into_inner();
+        let arena = Arc::clone(&self.window.arena);
+        Buffer::new(
+            allocated.buffer_id,
+            session,
+            arena,
+            allocated.offset_bytes,
+            num_elems,
+            None,
+            self.errands(),
+        )
+        .ok_or_else(|| BufferError::Window(format!("{allocated:?}")))
+    }
+
+    /// Makes the worker's own memory a buffer: as many whole elements as fit. The executor maps it; the
+    /// memory comes back with [`Buffer::into_memory`].
+    ///
+    /// # Errors
+    /// [`BufferError`].
+    pub async fn register<T: Element>(
+        &self,
+        memory: SealedMemory,
+    ) -> Result<Buffer<T>, BufferError> {
+        let session = self.session();
+        let memory_len_bytes = memory.len_bytes().get();
+        let request = Request {
+            kind: Kind::Hand,
+            token: self.at.token,
+            session,
+            rank: self.rank,
+            len_bytes: memory_len_bytes as u64,
+        };
+        let companion = self.at.companion.clone();
+        // The companion socket is blocking, and mapping takes the executor a while.
+        let handed = tokio::task::spawn_blocking(move || {
+            let reply = exchange(&companion, &request, Some(memory.as_fd()));
+            (memory, reply)
+        });
+        let (memory, reply) = handed
+            .await
+            .map_err(|error| BufferError::Window(error.to_string()))?;
+        let memory_handle = match reply {
+            Ok((Reply::Kept { handle }, _)) => handle,
+            Ok((Reply::Refused(refusal), _)) => {
+                return Err(BufferError::Window(refusal.to_string()));
+            }
+            Ok((reply, _)) => return Err(BufferError::Window(format!("{reply:?}"))),
+            Err(reason) => return Err(BufferError::ExecutorLost(reason)),
+        };
+        let num_elems = memory_len_bytes / size_of::<T>();
+        let registered = self
+            .buffers
+            .clone()
+            .register(RegisterRequest {
+                session,
+                memory_handle,
+                offset_bytes: 0,
+                len_bytes: (num_elems * size_of::<T>()) as u64,
+            })
+            .await
+            .map_err(|status| buffer_error(&status))?
+            .into_inner();
+        let mapping = memory
+            .map()
+            .map_err(|error| BufferError::Window(error.to_string()))?;
+        Buffer::new(
+            registered.buffer_id,
+            session,
+            Arc::new(mapping),
+            0,
+            num_elems,
+            Some(memory),
+            self.errands(),
+        )
+        .ok_or_else(|| BufferError::Window(format!("{registered:?}")))
+    }
+
+    /// Reduces a buffer over all ranks, in place.
+    ///
+    /// If the future is dropped, the call goes on (the other ranks count on it), and the buffer is
+    /// released when it is done.
+    ///
+    /// # Errors
+    /// [`Failed`], with the buffer unless the executor is lost.
+    pub async fn all_reduce<T: Element>(
+        &self,
+        buffer: Buffer<T>,
+        op: Op,
+    ) -> Result<Buffer<T>, Box<Failed<Buffer<T>>>> {
+        self.all_reduce_with(buffer, op, AllReduceOptions::default())
+            .await
+            .map(|(buffer, _)| buffer)
+    }
+
+    /// Reduces a buffer over all ranks, in place, with options; says how it went.
+    ///
+    /// # Errors
+    /// As [`Self::all_reduce`].
+    pub async fn all_reduce_with<T: Element>(
+        &self,
+        buffer: Buffer<T>,
+        op: Op,
+        options: AllReduceOptions,
+    ) -> Result<(Buffer<T>, Reduction), Box<Failed<Buffer<T>>>> {
+        let id = buffer.id();
+        let (session, num_elems) = (buffer.session(), buffer.len());
+        let request = self.request::<T>(&[session], [id, id], num_elems, op, &options);
+        self.run(buffer, request, &options).await
+    }
+
+    /// Reduces `src` over all ranks into `dst`, which must have as many elements.
+    ///
+    /// # Errors
+    /// As [`Self::all_reduce`].
+    pub async fn all_reduce_into<T: Element>(
+        &self,
+        src: Buffer<T>,
+        dst: Buffer<T>,
+        op: Op,
+        options: AllReduceOptions,
+    ) -> Result<((Buffer<T>, Buffer<T>), Reduction), Box<Failed<(Buffer<T>, Buffer<T>)>>> {
+        let num_elems = src.len().min(dst.len());
+        let sessions = [src.session(), dst.session()];
+        let mut request =
+            self.request::<T>(&sessions, [src.id(), dst.id()], num_elems, op, &options);
+        if src.len() != dst.len() && request.is_ok() {
+            request = Err(AllReduceError::OutOfRange {
+                start: 0,
+                end: src.len(),
+                num_elems: dst.len(),
+            });
+        }
+        self.run((src, dst), request, &options).await
+    }
+
+    fn request<T: Element>(
+        &self,
+        sessions: &[u64],
+        [src, dst]: [u64; 2],
+        num_elems: usize,
+        op: Op,
+        options: &AllReduceOptions,
+    ) -> Result<AllReduceRequest, AllReduceError> {
+        let session = self.session();
+        if sessions.iter().any(|owner| *owner != session) {
+            return Err(AllReduceError::ForeignBuffer);
+        }
+        let Range { start, end } = options.range.clone().unwrap_or(0..num_elems);
+        if start > end || end > num_elems {
+            return Err(AllReduceError::OutOfRange {
+                start,
+                end,
+                num_elems,
+            });
+        }
+        let range = |buffer_id| {
+            Some(BufferRange {
+                buffer_id,
+                offset_bytes: (start * size_of::<T>()) as u64,
+            })
+        };
+        let timeout_ms = options.timeout.map_or(0, |timeout| {
+            // 0 would mean the default.
+            u32::try_from(timeout.as_millis())
+                .unwrap_or(u32::MAX)
+                .max(1)
+        });
+        Ok(AllReduceRequest {
+            session,
+            epoch: self.epoch(),
+            sequence: 0,
+            src: range(src),
+            dst: range(dst),
+            num_elems: (end - start) as u64,
+            dtype: v1::Dtype::from(T::DTYPE) as i32,
+            op: v1::Op::from(op) as i32,
+            timeout_ms,
+            event: None,
+        })
+    }
+
+    /// Sends a request in a task of its own, which holds the buffers until it is answered.
+    async fn run<B: Send + 'static>(
+        &self,
+        buffers: B,
+        request: Result<AllReduceRequest, AllReduceError>,
+        options: &AllReduceOptions,
+    ) -> Result<(B, Reduction), Box<Failed<B>>> {
+        let failed = |error, buffers| Box::new(Failed { error, buffers });
+        let mut request = match request {
+            Ok(request) => request,
+            Err(error) => return Err(failed(error, Some(buffers))),
+        };
+        if let Membership::Over(over) = &*self.attachment.membership.borrow() {
+            return Err(failed(over.to_error(), Some(buffers)));
+        }
+        let timeout = options.timeout.unwrap_or_else(|| {
+            Duration::from_millis(u64::from(self.window.joined.default_timeout_ms))
+        });
+        let sequence = self.next_sequence.fetch_add(1, Ordering::Relaxed);
+        request.sequence = sequence;
+        request.event = Some(Event {
+            ready_value: sequence,
+        });
+        // SYNC: ready. What the worker wrote to the buffers is visible to the executor when it sees
+        // this.
+        self.window.control.set_ready(sequence);
+        let collectives = self.collectives.clone();
+        let membership = self.attachment.membership.clone();
+        let task = tokio::spawn(async move {
+            let answer = answer(collectives, request, membership, timeout + ANSWER_GRACE).await;
+            (buffers, answer)
+        });
+        match task.await {
+            Ok((buffers, Ok(response))) => match reduction(&response) {
+                Ok(reduction) => Ok((buffers, reduction)),
+                Err(error) => Err(failed(error, Some(buffers))),
+            },
+            Ok((_, Err(error @ AllReduceError::ExecutorLost(_)))) => Err(failed(error, None)),
+            Ok((buffers, Err(error))) => Err(failed(error, Some(buffers))),
+            Err(error) => Err(failed(
+                AllReduceError::ExecutorLost(format!("the call was cut off: {error}")),
+                None,
+            )),
+        }
+    }
+
+    /// Sleeps, without a runtime, until the executor is done with every reduction that was called so
+    /// far, so that registered memory may be used for something else after a future was dropped.
+    ///
+    /// # Errors
+    /// [`StillRunning`] after `timeout`.
+    pub fn wait_settled(&self, timeout: Duration) -> Result<(), StillRunning> {
+        let last = self.next_sequence.load(Ordering::Relaxed) - 1;
+        match self.window.control.wait_settled(last, timeout) {
+            Settled::Done | Settled::Ended => Ok(()),
+            Settled::Deadline => Err(StillRunning(timeout)),
+        }
+    }
+
+    /// A round trip to the executor that does nothing.
+    ///
+    /// # Errors
+    /// [`Refused`].
+    pub async fn ping(&self) -> Result<(), Refused> {
+        match self.collectives.clone().ping(PingRequest {}).await {
+            Ok(_) => Ok(()),
+            Err(status) => Err(Refused::new(&status)),
+        }
+    }
+
+    /// Leaves the communicator, and waits until the executor knows. The other ranks' next call answers
+    /// that this rank left.
+    pub async fn leave(mut self) {
+        // Joining the thread blocks, at most for the leave timeout.
+        let left = tokio::task::spawn_blocking(move || self.attachment.leave());
+        // It does not panic; were it cut off, the connection would have ended all the same.
+        let _ = left.await;
+    }
+}
+
+impl Over {
+    fn to_error(&self) -> AllReduceError {
+        match self {
+            Over::Refused(refused) => AllReduceError::from_refused(refused.clone()),
+            Over::Ended(end) => AllReduceError::EpochEnded(end.clone()),
+            Over::Lost(reason) | Over::Window(reason) => {
+                AllReduceError::ExecutorLost(reason.clone())
+            }
+            Over::Left => AllReduceError::ExecutorLost("this rank has left".to_owned()),
+        }
+    }
+}
+
+/// The answer, or that the executor is lost.
+async fn answer(
+    mut collectives: CollectivesClient<Channel>,
+    request: AllReduceRequest,
+    mut membership: watch::Receiver<Membership>,
+    limit: Duration,
+) -> Result<AllReduceResponse, AllReduceError> {
+    let lost = async {
+        let is_lost = |state: &Membership| matches!(state, Membership::Over(Over::Lost(_)));
+        // The thread gone without having lost the executor: this side has left, and the call is
+        // answered or times out.
+        let state = membership
+            .wait_for(is_lost)
+            .await
+            .map(|state| state.clone());
+        match state {
+            Ok(Membership::Over(over)) => over.to_error(),
+            Ok(Membership::Joining | Membership::Joined | Membership::Ready(..)) | Err(_) => {
+                std::future::pending().await
+            }
+        }
+    };
+    tokio::select! {
+        biased;
+        answer = collectives.all_reduce(request) => match answer {
+            Ok(response) => Ok(response.into_inner()),
+            Err(status) => Err(AllReduceError::from_refused(Refused::new(&status))),
+        },
+        error = lost => Err(error),
+        () = tokio::time::sleep(limit) => Err(AllReduceError::ExecutorLost(format!(
+            "no answer within {} ms",
+            limit.as_millis()
+        ))),
+    }
+}
+
+fn reduction(response: &AllReduceResponse) -> Result<Reduction, AllReduceError> {
+    Ok(Reduction {
+        algorithm: Algorithm::from_wire(response.algorithm)
+            .map_err(|error| AllReduceError::ExecutorLost(error.to_string()))?,
+        reduce_time: Duration::from_nanos(response.reduce_ns),
+        skew: Duration::from_nanos(response.skew_ns),
+        last_rank: response.last_rank,
+    })
+}
+
+fn buffer_error(status: &tonic::Status) -> BufferError {
+    let refused = Refused::new(status);
+    if refused.is_transport() {
+        BufferError::ExecutorLost(refused.message)
+    } else {
+        BufferError::Refused(refused)
+    }
+}

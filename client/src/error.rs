@@ -1,0 +1,234 @@
+//! What can go wrong, one enum for each operation.
+//!
+//! Owns the reading of a gRPC status into something to match on. Nothing here parses messages: kinds
+//! come from the status's `ErrorDetail`.
+
+use allreduce_contract::status::detail_of;
+use allreduce_contract::v1::{ErrorCode, ErrorDetail};
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// The daemon or an executor refused, with its words and its typed reason.
+#[derive(Debug, Clone)]
+pub struct Refused {
+    /// The gRPC status code.
+    pub code: tonic::Code,
+    /// The kind of error; `Unspecified` if the peer sent none.
+    pub kind: ErrorCode,
+    /// The peer's words.
+    pub message: String,
+    /// Ranks, epoch and amounts.
+    pub detail: ErrorDetail,
+}
+
+impl Refused {
+    pub(crate) fn new(status: &tonic::Status) -> Self {
+        let detail = detail_of(status).unwrap_or_default();
+        Self {
+            code: status.code(),
+            kind: detail.code(),
+            message: status.message().to_owned(),
+            detail,
+        }
+    }
+
+    /// Whether the peer could not be reached or is going away, so that trying again may help.
+    pub(crate) fn is_transient(&self) -> bool {
+        self.code == tonic::Code::Unavailable || self.kind == ErrorCode::BadToken
+    }
+
+    /// Whether the answer came from the transport instead of from the peer.
+    pub(crate) fn is_transport(&self) -> bool {
+        self.kind == ErrorCode::Unspecified
+            && matches!(
+                self.code,
+                tonic::Code::Unavailable | tonic::Code::Unknown | tonic::Code::Cancelled
+            )
+    }
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.message)
+    }
+}
+
+impl std::error::Error for Refused {}
+
+/// The daemon cannot be reached.
+#[derive(Debug, thiserror::Error)]
+#[error("no daemon answers on {}: {reason}", socket.display())]
+pub struct ConnectError {
+    /// The socket that was dialled.
+    pub socket: PathBuf,
+    /// Why.
+    pub reason: String,
+}
+
+/// A rank did not join.
+#[derive(Debug, thiserror::Error)]
+pub enum JoinError {
+    /// The daemon or the executor said no.
+    #[error("{0}")]
+    Refused(Refused),
+    /// Not every rank joined in time.
+    #[error("not every rank joined in time: {message}")]
+    Timeout {
+        /// The ranks that were missing, if the executor said so.
+        missing_ranks: Vec<u32>,
+        /// What was waited for.
+        message: String,
+    },
+    /// The daemon could not be reached until the deadline.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// The executor's memory could not be mapped.
+    #[error("the window could not be mapped: {0}")]
+    Window(String),
+    /// The epoch ended before it was ready.
+    #[error("{0}")]
+    EpochEnded(EpochEnd),
+    /// A thread or runtime could not be made.
+    #[error("cannot start the client's thread: {0}")]
+    Thread(std::io::Error),
+}
+
+/// An epoch is over. Join again to form the next.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EpochEnd {
+    /// The epoch.
+    pub epoch: u64,
+    /// The rank that ended it, if it was one.
+    pub rank: Option<u32>,
+    /// The executor's words.
+    pub message: String,
+}
+
+impl fmt::Display for EpochEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.message)
+    }
+}
+
+/// A buffer was not made.
+#[derive(Debug, thiserror::Error)]
+pub enum BufferError {
+    /// The executor said no: arena full, too many buffers, epoch over.
+    #[error("{0}")]
+    Refused(Refused),
+    /// The executor died or cannot be reached; join again.
+    #[error("the executor is gone: {0}; join again")]
+    ExecutorLost(String),
+    /// The length in bytes does not fit.
+    #[error("{num_elems} elements of {elem_bytes} bytes are more than fit an address space")]
+    TooLarge {
+        /// Elements asked for.
+        num_elems: usize,
+        /// Bytes of one.
+        elem_bytes: usize,
+    },
+    /// The answer does not fit the window: a defect of the executor.
+    #[error("the executor answered a buffer outside the window: {0}")]
+    Window(String),
+}
+
+/// A reduction did not happen.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum AllReduceError {
+    /// Ranks did not call in time; the epoch is over.
+    #[error("{message}")]
+    Timeout {
+        /// The ranks that did not call.
+        missing_ranks: Vec<u32>,
+        /// The executor's words.
+        message: String,
+    },
+    /// The epoch is over: a rank died, left or timed out.
+    #[error("{0}")]
+    EpochEnded(EpochEnd),
+    /// The ranks disagree on count, dtype or op; the sequence number is used up, the epoch goes on.
+    #[error("{0}")]
+    Mismatch(Refused),
+    /// Another refusal; the sequence number is used up unless the message says otherwise.
+    #[error("{0}")]
+    Refused(Refused),
+    /// The executor died or does not answer. Nothing is known about the buffers; join again.
+    #[error("the executor is gone: {0}; join again")]
+    ExecutorLost(String),
+    /// A buffer belongs to another communicator. Nothing was sent.
+    #[error("the buffer belongs to another communicator, or to an earlier epoch")]
+    ForeignBuffer,
+    /// The range leaves the buffer. Nothing was sent.
+    #[error("elements {start}..{end} leave the buffer, which has {num_elems}")]
+    OutOfRange {
+        /// First element.
+        start: usize,
+        /// End of the elements.
+        end: usize,
+        /// Elements in the buffer.
+        num_elems: usize,
+    },
+}
+
+impl AllReduceError {
+    pub(crate) fn from_refused(refused: Refused) -> Self {
+        match refused.kind {
+            ErrorCode::Timeout => Self::Timeout {
+                missing_ranks: refused.detail.missing_ranks,
+                message: refused.message,
+            },
+            ErrorCode::EpochEnded => Self::EpochEnded(EpochEnd {
+                epoch: refused.detail.epoch,
+                rank: refused.detail.rank,
+                message: refused.message,
+            }),
+            ErrorCode::Mismatch => Self::Mismatch(refused),
+            _ if refused.is_transport() => Self::ExecutorLost(refused.message),
+            _ => Self::Refused(refused),
+        }
+    }
+
+    /// Whether joining again is what to do.
+    pub fn is_epoch_over(&self) -> bool {
+        match self {
+            Self::Timeout { .. } | Self::EpochEnded(_) | Self::ExecutorLost(_) => true,
+            Self::Mismatch(_)
+            | Self::Refused(_)
+            | Self::ForeignBuffer
+            | Self::OutOfRange { .. } => false,
+        }
+    }
+}
+
+/// A reduction that did not happen, with the buffers that were given to it.
+#[derive(Debug)]
+pub struct Failed<B> {
+    /// What went wrong.
+    pub error: AllReduceError,
+    /// The buffers, unchanged; none after [`AllReduceError::ExecutorLost`].
+    pub buffers: Option<B>,
+}
+
+impl<B> fmt::Display for Failed<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<B: fmt::Debug> std::error::Error for Failed<B> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.error)
+    }
+}
+
+impl<B> From<Box<Failed<B>>> for AllReduceError {
+    fn from(failed: Box<Failed<B>>) -> Self {
+        failed.error
+    }
+}
+
+/// The executor may still touch buffers of this communicator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the executor was not done with every reduction after {} ms", .0.as_millis())]
+pub struct StillRunning(pub Duration);

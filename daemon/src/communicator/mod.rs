@@ -1,0 +1,1061 @@
+//! The communicator: membership, epochs, buffers and the order of reductions.
+//!
+//! Owns every transition. It is a plain struct without locks, clocks or I/O: the executor's task feeds
+//! it events with the time, and carries out the [`Effect`]s it answers. Refuses to touch memory (the
+//! backend does) and to know messages (`rpc` does).
+//!
+//! ```text
+//!               rank joins / goes              all joined
+//!            +-------------------+         +--------------------+
+//!            |                   v         |                    v
+//!            +---------------- Forming ----+                  Ready
+//!                                ^   |                          |
+//!     join timeout: those who    |   |                          | a rank goes, stalls past its
+//!     joined get EpochEnd  ------+---+                          | deadline
+//!                                ^                              v
+//!                                +--- epoch + 1, no members ----+
+//! ```
+//!
+//! A session is one rank's membership of one epoch. When the epoch ends, its sessions are told why and
+//! serve no more calls, but keep their memory until their own connection ends: the peer has it mapped.
+
+mod arena;
+mod error;
+mod rendezvous;
+mod stats;
+
+pub(crate) use error::{
+    BufferError, CallError, EndCause, EpochEnd, Gone, JoinError, REGISTER_ALIGN_BYTES, Side,
+};
+pub(crate) use rendezvous::{Place, Signature};
+pub(crate) use stats::{Quantiles, RankStats, Stats};
+
+use crate::plan::{LaneChoice, Plan, PlanRequest, plan};
+use allreduce_contract::v1::BadEnum;
+use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, Rank, WorldSize};
+use arena::{Arena, ArenaFull};
+use rendezvous::{Arrival, Rendezvous, Stage};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::time::{Duration, Instant};
+
+/// The arena, as a memory of a session; memories that were handed over count from 1.
+pub(crate) const ARENA: u64 = 0;
+
+/// What a communicator is told once.
+#[derive(Debug, Clone)]
+pub(crate) struct Settings {
+    pub(crate) backend: Backend,
+    pub(crate) world_size: WorldSize,
+    /// Calls a rank may be ahead of the reduction that runs.
+    pub(crate) max_in_flight: u64,
+    /// Buffers, and memories handed over, that a session may hold.
+    pub(crate) max_buffers: u64,
+    /// How long the first rank waits for the others.
+    pub(crate) join_timeout: Duration,
+    /// Threads that may share a reduction.
+    pub(crate) max_threads: usize,
+}
+
+/// A rank that wants in, already checked against the token.
+#[derive(Debug, Clone)]
+pub(crate) struct Joining {
+    pub(crate) rank: Rank,
+    pub(crate) lane: LaneChoice,
+    pub(crate) arena_len_bytes: u64,
+    pub(crate) pid: u32,
+    pub(crate) client_name: String,
+}
+
+/// A tensor as a call names it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AskedRange {
+    pub(crate) buffer_id: u64,
+    pub(crate) offset_bytes: u64,
+}
+
+/// One rank's AllReduce. Fields that must be present and valid come in as they were sent, since a bad
+/// one consumes the sequence number, which only the communicator can do.
+#[derive(Debug)]
+pub(crate) struct Call<T> {
+    pub(crate) reply_to: T,
+    pub(crate) session: u64,
+    pub(crate) epoch: u64,
+    pub(crate) sequence: u64,
+    pub(crate) src: Option<AskedRange>,
+    pub(crate) dst: Option<AskedRange>,
+    pub(crate) num_elems: u64,
+    pub(crate) dtype: Result<Dtype, BadEnum>,
+    pub(crate) op: Result<Op, BadEnum>,
+    pub(crate) timeout: Duration,
+    /// The ready value announced, if the rank's ready word does not hold it.
+    pub(crate) unsignalled: Option<u64>,
+}
+
+/// A reduction was done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Reduced {
+    pub(crate) algorithm: Algorithm,
+    pub(crate) took: Duration,
+    pub(crate) skew: Duration,
+    pub(crate) last_rank: Rank,
+}
+
+/// What the backend is to run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Launch {
+    pub(crate) sequence: u64,
+    pub(crate) plan: Plan,
+    pub(crate) signature: Signature,
+    /// In rank order: session, source, destination.
+    pub(crate) ranks: Vec<(u64, Place, Place)>,
+}
+
+/// What the executor's task is to do.
+#[derive(Debug)]
+pub(crate) enum Effect<T> {
+    /// Answer a call.
+    Reply {
+        reply_to: T,
+        result: Result<Reduced, CallError>,
+    },
+    /// Run this, then call [`Communicator::reduced`].
+    Launch(Launch),
+    /// The executor touches no buffer of this session's sequences up to this one any more.
+    Done { session: u64, sequence: u64 },
+    /// Every rank has joined: tell these sessions.
+    Ready {
+        sessions: Vec<u64>,
+        epoch: u64,
+        lane: LaneChoice,
+    },
+    /// The epoch of this session is over and none of its memory is in use: tell it.
+    Ended { session: u64, end: EpochEnd },
+    /// Nothing refers to this session's memory any more.
+    Forget { session: u64 },
+}
+
+/// A buffer of a session.
+#[derive(Debug, Clone, Copy)]
+struct Buffer {
+    memory: u64,
+    offset_bytes: u64,
+    len_bytes: u64,
+    /// Calls in flight that name it.
+    users: u32,
+    /// Given back while in flight.
+    released: bool,
+}
+
+#[derive(Debug)]
+struct Session {
+    rank: Rank,
+    epoch: u64,
+    lane: LaneChoice,
+    pid: u32,
+    client_name: String,
+    arena: Arena,
+    /// Memories handed over: handle to length.
+    memories: HashMap<u64, u64>,
+    buffers: HashMap<u64, Buffer>,
+    ended: Option<EpochEnd>,
+    /// Its connection is over; it goes as soon as nothing runs on its memory.
+    detached: bool,
+    /// Sequences called and not answered.
+    unanswered: BTreeSet<u64>,
+    highest: u64,
+}
+
+impl Session {
+    /// The sequence up to which every call is answered.
+    fn done(&self) -> u64 {
+        self.unanswered
+            .first()
+            .map_or(self.highest, |first| first.saturating_sub(1))
+    }
+
+    fn alive(&self) -> Result<(), EpochEnd> {
+        self.ended.clone().map_or(Ok(()), Err)
+    }
+
+    fn use_buffer(&mut self, buffer_id: u64) {
+        if let Some(buffer) = self.buffers.get_mut(&buffer_id) {
+            buffer.users += 1;
+        }
+    }
+
+    fn settle_buffer(&mut self, buffer_id: u64) {
+        let Some(buffer) = self.buffers.get_mut(&buffer_id) else {
+            return;
+        };
+        buffer.users = buffer.users.saturating_sub(1);
+        if buffer.users == 0 && buffer.released {
+            let buffer = *buffer;
+            self.buffers.remove(&buffer_id);
+            self.free(buffer);
+        }
+    }
+
+    fn free(&mut self, buffer: Buffer) {
+        if buffer.memory == ARENA {
+            self.arena.release(buffer.offset_bytes, buffer.len_bytes);
+        }
+    }
+}
+
+/// A session, for display.
+#[derive(Debug, Clone)]
+pub(crate) struct SessionInfo {
+    pub(crate) session: u64,
+    pub(crate) rank: Rank,
+    pub(crate) epoch: u64,
+    pub(crate) pid: u32,
+    pub(crate) client_name: String,
+    pub(crate) arena_len_bytes: u64,
+    pub(crate) buffers: u32,
+    pub(crate) buffer_bytes: u64,
+    pub(crate) ended: bool,
+}
+
+#[derive(Debug)]
+enum Phase {
+    /// Ranks are joining; the deadline runs from the first.
+    Forming { deadline: Option<Instant> },
+    /// Every rank is in.
+    Ready { lane: LaneChoice },
+}
+
+/// The state of one communicator. See the module's drawing.
+#[derive(Debug)]
+pub(crate) struct Communicator<T> {
+    settings: Settings,
+    epoch: u64,
+    phase: Phase,
+    /// By rank: the session that is a member of the current epoch.
+    members: Vec<Option<u64>>,
+    sessions: HashMap<u64, Session>,
+    rendezvous: BTreeMap<u64, Rendezvous<T>>,
+    /// Every sequence up to this one of the current epoch was reduced or skipped.
+    floor: u64,
+    /// The sequence that the backend runs, and the epoch it belongs to.
+    running: Option<u64>,
+    /// Arrivals of a launch whose epoch has ended meanwhile.
+    orphaned: Vec<Arrival<T>>,
+    /// Ends to be told once nothing runs.
+    pending_ends: Vec<(u64, EpochEnd)>,
+    next_id: u64,
+    effects: Vec<Effect<T>>,
+    stats: Stats,
+}
+
+impl<T> Communicator<T> {
+    pub(crate) fn new(settings: Settings) -> Self {
+        let world_size = settings.world_size;
+        Self {
+            settings,
+            epoch: 1,
+            phase: Phase::Forming { deadline: None },
+            members: world_size.ranks().map(|_| None).collect(),
+            sessions: HashMap::new(),
+            rendezvous: BTreeMap::new(),
+            floor: 0,
+            running: None,
+            orphaned: Vec::new(),
+            pending_ends: Vec::new(),
+            next_id: 1,
+            effects: Vec::new(),
+            stats: Stats::new(world_size),
+        }
+    }
+
+    /// Takes what is to be done since the last call.
+    pub(crate) fn take_effects(&mut self) -> Vec<Effect<T>> {
+        std::mem::take(&mut self.effects)
+    }
+
+    pub(crate) fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    pub(crate) fn stats_mut(&mut self) -> &mut Stats {
+        &mut self.stats
+    }
+
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// The lane in use, once Ready.
+    pub(crate) fn lane(&self) -> Option<&LaneChoice> {
+        match &self.phase {
+            Phase::Ready { lane } => Some(lane),
+            Phase::Forming { .. } => None,
+        }
+    }
+
+    pub(crate) fn is_joined(&self, rank: Rank) -> bool {
+        self.members
+            .get(rank.as_usize())
+            .is_some_and(Option::is_some)
+    }
+
+    /// How many sessions hold memory.
+    pub(crate) fn num_sessions(&self) -> usize {
+        self.sessions.len()
+    }
+
+    pub(crate) fn sessions(&self) -> Vec<SessionInfo> {
+        let mut list: Vec<SessionInfo> = self
+            .sessions
+            .iter()
+            .map(|(id, session)| SessionInfo {
+                session: *id,
+                rank: session.rank,
+                epoch: session.epoch,
+                pid: session.pid,
+                client_name: session.client_name.clone(),
+                arena_len_bytes: session.arena.len_bytes(),
+                buffers: u32::try_from(session.buffers.len()).unwrap_or(u32::MAX),
+                buffer_bytes: session
+                    .buffers
+                    .values()
+                    .map(|buffer| buffer.len_bytes)
+                    .sum(),
+                ended: session.ended.is_some(),
+            })
+            .collect();
+        list.sort_by_key(|info| (info.rank, info.session));
+        list
+    }
+
+    fn fresh_id(&mut self) -> u64 {
+        let id = self.next_id;
+        self.next_id += 1;
+        id
+    }
+
+    // Membership.
+
+    /// Whether `rank` may join now; the executor asks before it makes the window.
+    pub(crate) fn may_join(&self, rank: Rank) -> Result<(), JoinError> {
+        if self.is_joined(rank) {
+            Err(JoinError::RankTaken(rank))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Takes a rank in; answers its session and epoch.
+    ///
+    /// # Errors
+    /// [`JoinError::RankTaken`].
+    pub(crate) fn join(&mut self, joining: Joining, now: Instant) -> Result<(u64, u64), JoinError> {
+        self.may_join(joining.rank)?;
+        let id = self.fresh_id();
+        if let Some(member) = self.members.get_mut(joining.rank.as_usize()) {
+            *member = Some(id);
+        }
+        let session = Session {
+            rank: joining.rank,
+            epoch: self.epoch,
+            lane: joining.lane,
+            pid: joining.pid,
+            client_name: joining.client_name,
+            arena: Arena::new(joining.arena_len_bytes),
+            memories: HashMap::new(),
+            buffers: HashMap::new(),
+            ended: None,
+            detached: false,
+            unanswered: BTreeSet::new(),
+            highest: 0,
+        };
+        let lane = session.lane.clone();
+        self.sessions.insert(id, session);
+        if self.members.iter().all(Option::is_some) {
+            self.phase = Phase::Ready { lane: lane.clone() };
+            self.effects.push(Effect::Ready {
+                sessions: self.members.iter().flatten().copied().collect(),
+                epoch: self.epoch,
+                lane,
+            });
+        } else if let Phase::Forming { deadline } = &mut self.phase {
+            deadline.get_or_insert(now + self.settings.join_timeout);
+        }
+        Ok((id, self.epoch))
+    }
+
+    /// A session's connection is over.
+    pub(crate) fn detach(&mut self, session: u64, how: Gone) {
+        let Some(found) = self.sessions.get_mut(&session) else {
+            return;
+        };
+        found.detached = true;
+        let rank = found.rank;
+        if self.members.get(rank.as_usize()) == Some(&Some(session)) {
+            match &mut self.phase {
+                Phase::Ready { .. } => self.end_epoch(EndCause::RankGone { rank, how }),
+                Phase::Forming { deadline } => {
+                    if let Some(member) = self.members.get_mut(rank.as_usize()) {
+                        *member = None;
+                    }
+                    if self.members.iter().all(Option::is_none) {
+                        *deadline = None;
+                    }
+                }
+            }
+        }
+        self.forget_detached();
+    }
+
+    /// Removes the sessions that are over, unless something runs on their memory.
+    fn forget_detached(&mut self) {
+        if self.running.is_some() {
+            return;
+        }
+        let gone: Vec<u64> = self
+            .sessions
+            .iter()
+            .filter(|(_, session)| session.detached)
+            .map(|(id, _)| *id)
+            .collect();
+        for session in gone {
+            self.sessions.remove(&session);
+            self.effects.push(Effect::Forget { session });
+        }
+    }
+
+    /// Ends the epoch: every member's session is over, every waiting call is answered, and the next
+    /// epoch forms.
+    fn end_epoch(&mut self, cause: EndCause) {
+        let end = EpochEnd {
+            epoch: self.epoch,
+            cause,
+        };
+        let error = match &end.cause {
+            EndCause::Timeout { .. } => CallError::Timeout(end.clone()),
+            EndCause::RankGone { .. } | EndCause::JoinTimeout { .. } => {
+                CallError::EpochEnded(end.clone())
+            }
+        };
+        for (_, rendezvous) in std::mem::take(&mut self.rendezvous) {
+            match rendezvous.stage {
+                Stage::Waiting { arrivals } => {
+                    for arrival in arrivals {
+                        self.answer(arrival, Err(error.clone()));
+                    }
+                }
+                // Its data is complete, and it ends well; only then may memory go.
+                Stage::Running { arrivals } => self.orphaned = arrivals,
+                Stage::Failed { .. } => {}
+            }
+        }
+        for session in self.members.iter_mut().filter_map(Option::take) {
+            if let Some(found) = self.sessions.get_mut(&session) {
+                found.ended = Some(end.clone());
+                self.pending_ends.push((session, end.clone()));
+            }
+        }
+        self.epoch += 1;
+        self.floor = 0;
+        self.phase = Phase::Forming { deadline: None };
+        self.tell_ends();
+    }
+
+    fn tell_ends(&mut self) {
+        if self.running.is_some() {
+            return;
+        }
+        for (session, end) in std::mem::take(&mut self.pending_ends) {
+            self.effects.push(Effect::Ended { session, end });
+        }
+    }
+
+    // Buffers.
+
+    fn session_mut(&mut self, session: u64) -> Result<&mut Session, BufferError> {
+        self.sessions
+            .get_mut(&session)
+            .filter(|found| !found.detached)
+            .ok_or(BufferError::UnknownSession(session))
+    }
+
+    /// A session has handed over a memory of this length; answers its handle.
+    ///
+    /// # Errors
+    /// Unknown session, epoch over, limit.
+    pub(crate) fn keep_memory(
+        &mut self,
+        session: u64,
+        rank: u32,
+        len_bytes: u64,
+    ) -> Result<u64, BufferError> {
+        let (limit, handle) = (self.settings.max_buffers, self.fresh_id());
+        let found = self.session_mut(session)?;
+        if found.rank.get() != rank {
+            return Err(BufferError::UnknownSession(session));
+        }
+        found.alive()?;
+        if found.memories.len() as u64 >= limit {
+            return Err(BufferError::Limit {
+                what: "memories",
+                limit,
+            });
+        }
+        found.memories.insert(handle, len_bytes);
+        Ok(handle)
+    }
+
+    /// Takes a buffer from a session's arena; answers its id and offset.
+    ///
+    /// # Errors
+    /// Unknown session, epoch over, arena full, limit.
+    pub(crate) fn allocate(
+        &mut self,
+        session: u64,
+        len_bytes: u64,
+    ) -> Result<(u64, u64), BufferError> {
+        let (limit, buffer_id) = (self.settings.max_buffers, self.fresh_id());
+        let found = self.session_mut(session)?;
+        found.alive()?;
+        if found.buffers.len() as u64 >= limit {
+            return Err(BufferError::Limit {
+                what: "buffers",
+                limit,
+            });
+        }
+        let offset_bytes =
+            found
+                .arena
+                .allocate(len_bytes)
+                .map_err(|ArenaFull { needed, available }| BufferError::ArenaFull {
+                    needed,
+                    available,
+                })?;
+        found.buffers.insert(
+            buffer_id,
+            Buffer {
+                memory: ARENA,
+                offset_bytes,
+                len_bytes,
+                users: 0,
+                released: false,
+            },
+        );
+        Ok((buffer_id, offset_bytes))
+    }
+
+    /// Makes a range of a memory that was handed over a buffer; answers its id.
+    ///
+    /// # Errors
+    /// Unknown session or memory, range outside, misaligned, epoch over, limit.
+    pub(crate) fn register(
+        &mut self,
+        session: u64,
+        handle: u64,
+        offset_bytes: u64,
+        len_bytes: u64,
+    ) -> Result<u64, BufferError> {
+        let (limit, buffer_id) = (self.settings.max_buffers, self.fresh_id());
+        let found = self.session_mut(session)?;
+        found.alive()?;
+        let memory_len_bytes = *found
+            .memories
+            .get(&handle)
+            .ok_or(BufferError::UnknownMemory { session, handle })?;
+        if !offset_bytes.is_multiple_of(REGISTER_ALIGN_BYTES) {
+            return Err(BufferError::Misaligned(offset_bytes));
+        }
+        let inside = offset_bytes
+            .checked_add(len_bytes)
+            .is_some_and(|end| end <= memory_len_bytes);
+        if !inside {
+            return Err(BufferError::OutOfBounds {
+                offset_bytes,
+                len_bytes,
+                memory_len_bytes,
+            });
+        }
+        if found.buffers.len() as u64 >= limit {
+            return Err(BufferError::Limit {
+                what: "buffers",
+                limit,
+            });
+        }
+        found.buffers.insert(
+            buffer_id,
+            Buffer {
+                memory: handle,
+                offset_bytes,
+                len_bytes,
+                users: 0,
+                released: false,
+            },
+        );
+        Ok(buffer_id)
+    }
+
+    /// Gives a buffer back; one that a call in flight names comes back when that is answered.
+    ///
+    /// # Errors
+    /// Unknown session or buffer. An ended epoch is no error: giving back always works.
+    pub(crate) fn release(&mut self, session: u64, buffer_id: u64) -> Result<(), BufferError> {
+        let found = self.session_mut(session)?;
+        let unknown = BufferError::UnknownBuffer { session, buffer_id };
+        let buffer = found.buffers.get_mut(&buffer_id).ok_or(unknown.clone())?;
+        if buffer.released {
+            return Err(unknown);
+        }
+        if buffer.users > 0 {
+            buffer.released = true;
+            return Ok(());
+        }
+        let buffer = *buffer;
+        found.buffers.remove(&buffer_id);
+        found.free(buffer);
+        Ok(())
+    }
+
+    // Reductions.
+
+    /// One rank calls AllReduce. The answer comes as an effect, now or later.
+    pub(crate) fn all_reduce(&mut self, call: Call<T>, now: Instant) {
+        let rank = match self.admit(&call) {
+            Ok(rank) => rank,
+            Err(error) => {
+                self.effects.push(Effect::Reply {
+                    reply_to: call.reply_to,
+                    result: Err(error),
+                });
+                return;
+            }
+        };
+        let sequence = call.sequence;
+        if let Some(Rendezvous {
+            stage: Stage::Failed { error, answered },
+        }) = self.rendezvous.get_mut(&sequence)
+        {
+            answered.push(rank);
+            let error = error.clone();
+            self.refuse(call, error);
+            self.launch_next();
+            return;
+        }
+        let checked = self.check(&call, rank).and_then(|checked| {
+            let rendezvous = self.rendezvous.entry(sequence).or_default();
+            rendezvous.agrees(sequence, rank, checked.0)?;
+            Ok(checked)
+        });
+        match checked {
+            Ok((signature, src, dst)) => {
+                if let Some(session) = self.sessions.get_mut(&call.session) {
+                    session.unanswered.insert(sequence);
+                    session.highest = session.highest.max(sequence);
+                    session.use_buffer(src.buffer_id);
+                    session.use_buffer(dst.buffer_id);
+                }
+                let rendezvous = self.rendezvous.entry(sequence).or_default();
+                if let Stage::Waiting { arrivals } = &mut rendezvous.stage {
+                    arrivals.push(Arrival {
+                        rank,
+                        session: call.session,
+                        sequence,
+                        reply_to: call.reply_to,
+                        signature,
+                        src,
+                        dst,
+                        at: now,
+                        timeout: call.timeout,
+                    });
+                }
+            }
+            Err(error) => {
+                self.refuse(call, error.clone());
+                self.fail(sequence, rank, error);
+            }
+        }
+        self.launch_next();
+    }
+
+    /// Checks what concerns the call alone: session, epoch, membership, sequence.
+    fn admit(&self, call: &Call<T>) -> Result<Rank, CallError> {
+        let session = self
+            .sessions
+            .get(&call.session)
+            .filter(|session| !session.detached)
+            .ok_or(CallError::UnknownSession(call.session))?;
+        session.alive()?;
+        if call.epoch != session.epoch {
+            return Err(CallError::WrongEpoch {
+                asked: call.epoch,
+                session: session.epoch,
+            });
+        }
+        if let Phase::Forming { .. } = self.phase {
+            let missing = |rank: &Rank| !self.is_joined(*rank);
+            return Err(CallError::NotReady {
+                missing: self.settings.world_size.ranks().filter(missing).collect(),
+            });
+        }
+        let bad = |why| CallError::BadSequence {
+            sequence: call.sequence,
+            why,
+            next: self.floor + 1,
+            window: self.settings.max_in_flight,
+        };
+        match self.rendezvous.get(&call.sequence) {
+            Some(rendezvous) if rendezvous.has(session.rank) => {
+                Err(bad("was called by this rank before"))
+            }
+            Some(_) => Ok(session.rank),
+            None if call.sequence <= self.floor => Err(bad("was consumed before")),
+            None if call.sequence > self.floor.saturating_add(self.settings.max_in_flight) => {
+                Err(bad("is too far ahead"))
+            }
+            None => Ok(session.rank),
+        }
+    }
+
+    /// Checks what would be wrong for every rank: fields, ranges, signal.
+    fn check(&self, call: &Call<T>, rank: Rank) -> Result<(Signature, Place, Place), CallError> {
+        let dtype = call
+            .dtype
+            .map_err(|source| CallError::BadEnum { rank, source })?;
+        let op = call
+            .op
+            .map_err(|source| CallError::BadEnum { rank, source })?;
+        let signature = Signature {
+            num_elems: call.num_elems,
+            dtype,
+            op,
+        };
+        // The plan's refusals come first: they do not depend on the rank.
+        self.plan_for(signature)?;
+        let src = self.place(call, rank, Side::Src, dtype)?;
+        let dst = self.place(call, rank, Side::Dst, dtype)?;
+        let len_bytes = call.num_elems.saturating_mul(dtype.size_bytes() as u64);
+        let apart = src.memory != dst.memory
+            || src.offset_bytes == dst.offset_bytes
+            || src.offset_bytes.saturating_add(len_bytes) <= dst.offset_bytes
+            || dst.offset_bytes.saturating_add(len_bytes) <= src.offset_bytes;
+        if !apart {
+            return Err(CallError::Overlap { rank });
+        }
+        match call.unsignalled {
+            Some(ready_value) => Err(CallError::NotSignalled { rank, ready_value }),
+            None => Ok((signature, src, dst)),
+        }
+    }
+
+    fn plan_for(&self, signature: Signature) -> Result<Plan, CallError> {
+        Ok(plan(PlanRequest {
+            backend: self.settings.backend,
+            lane: self.lane().map_or(Lane::Rpc, |choice| choice.lane),
+            world_size: self.settings.world_size,
+            num_elems: signature.num_elems,
+            dtype: signature.dtype,
+            op: signature.op,
+            max_threads: self.settings.max_threads,
+        })?)
+    }
+
+    fn place(
+        &self,
+        call: &Call<T>,
+        rank: Rank,
+        side: Side,
+        dtype: Dtype,
+    ) -> Result<Place, CallError> {
+        let (asked, field) = match side {
+            Side::Src => (call.src, "src"),
+            Side::Dst => (call.dst, "dst"),
+        };
+        let AskedRange {
+            buffer_id,
+            offset_bytes,
+        } = asked.ok_or(CallError::Missing { rank, field })?;
+        let buffer = self
+            .sessions
+            .get(&call.session)
+            .and_then(|session| session.buffers.get(&buffer_id))
+            .filter(|buffer| !buffer.released)
+            .ok_or(CallError::UnknownBuffer {
+                rank,
+                side,
+                buffer_id,
+            })?;
+        let elem_bytes = dtype.size_bytes() as u64;
+        if !offset_bytes.is_multiple_of(elem_bytes) {
+            return Err(CallError::Misaligned {
+                rank,
+                side,
+                offset_bytes,
+                elem_bytes,
+            });
+        }
+        let len_bytes = call.num_elems.saturating_mul(elem_bytes);
+        let inside = offset_bytes
+            .checked_add(len_bytes)
+            .is_some_and(|end| end <= buffer.len_bytes);
+        if !inside {
+            return Err(CallError::OutOfBounds {
+                rank,
+                side,
+                buffer_id,
+                offset_bytes,
+                len_bytes,
+                buffer_len_bytes: buffer.len_bytes,
+            });
+        }
+        Ok(Place {
+            memory: buffer.memory,
+            offset_bytes: buffer.offset_bytes + offset_bytes,
+            buffer_id,
+        })
+    }
+
+    /// Answers a call that never became an arrival, but used its sequence number.
+    fn refuse(&mut self, call: Call<T>, error: CallError) {
+        if let Some(session) = self.sessions.get_mut(&call.session) {
+            session.highest = session.highest.max(call.sequence);
+            let sequence = session.done();
+            self.effects.push(Effect::Done {
+                session: call.session,
+                sequence,
+            });
+        }
+        self.effects.push(Effect::Reply {
+            reply_to: call.reply_to,
+            result: Err(error),
+        });
+    }
+
+    /// The sequence will not run: tells who waits, and keeps the reason for who comes late.
+    fn fail(&mut self, sequence: u64, rank: Rank, error: CallError) {
+        let rendezvous = self.rendezvous.entry(sequence).or_default();
+        let waiting = match &mut rendezvous.stage {
+            Stage::Waiting { arrivals } => std::mem::take(arrivals),
+            Stage::Running { .. } | Stage::Failed { .. } => return,
+        };
+        let answered = waiting.iter().map(|arrival| arrival.rank).chain([rank]);
+        rendezvous.stage = Stage::Failed {
+            error: error.clone(),
+            answered: answered.collect(),
+        };
+        for arrival in waiting {
+            self.answer(arrival, Err(error.clone()));
+        }
+    }
+
+    /// Answers a call that was an arrival.
+    fn answer(&mut self, arrival: Arrival<T>, result: Result<Reduced, CallError>) {
+        if let Some(session) = self.sessions.get_mut(&arrival.session) {
+            session.unanswered.remove(&arrival.sequence);
+            session.settle_buffer(arrival.src.buffer_id);
+            session.settle_buffer(arrival.dst.buffer_id);
+            let sequence = session.done();
+            self.effects.push(Effect::Done {
+                session: arrival.session,
+                sequence,
+            });
+        }
+        self.effects.push(Effect::Reply {
+            reply_to: arrival.reply_to,
+            result,
+        });
+    }
+
+    /// The lowest sequence that is neither reduced nor failed.
+    fn next_sequence(&self) -> u64 {
+        let mut next = self.floor + 1;
+        while let Some(Rendezvous {
+            stage: Stage::Failed { .. },
+        }) = self.rendezvous.get(&next)
+        {
+            next += 1;
+        }
+        next
+    }
+
+    /// Launches the next reduction if all ranks have called it and none runs.
+    fn launch_next(&mut self) {
+        // A failed sequence that every rank has heard of is over.
+        while let Some(Rendezvous {
+            stage: Stage::Failed { answered, .. },
+        }) = self.rendezvous.get(&(self.floor + 1))
+            && answered.len() == self.settings.world_size.as_usize()
+        {
+            self.floor += 1;
+            self.rendezvous.remove(&self.floor);
+        }
+        if self.running.is_some() {
+            return;
+        }
+        let sequence = self.next_sequence();
+        let world_size = self.settings.world_size;
+        let Some(rendezvous) = self
+            .rendezvous
+            .get_mut(&sequence)
+            .filter(|rendezvous| rendezvous.is_complete(world_size))
+        else {
+            return;
+        };
+        let Stage::Waiting { arrivals } = &mut rendezvous.stage else {
+            return;
+        };
+        let mut arrivals = std::mem::take(arrivals);
+        arrivals.sort_by_key(|arrival| arrival.rank);
+        let Some(signature) = arrivals.first().map(|first| first.signature) else {
+            return;
+        };
+        let ranks = arrivals
+            .iter()
+            .map(|arrival| (arrival.session, arrival.src, arrival.dst))
+            .collect();
+        rendezvous.stage = Stage::Running { arrivals };
+        match self.plan_for(signature) {
+            Ok(plan) => {
+                self.running = Some(sequence);
+                self.effects.push(Effect::Launch(Launch {
+                    sequence,
+                    plan,
+                    signature,
+                    ranks,
+                }));
+            }
+            // Every arrival was checked against the same plan, so this is not reached; were it, the
+            // ranks would be told.
+            Err(error) => {
+                if let Some(Rendezvous {
+                    stage: Stage::Running { arrivals },
+                }) = self.rendezvous.remove(&sequence)
+                {
+                    for arrival in arrivals {
+                        self.answer(arrival, Err(error.clone()));
+                    }
+                }
+                self.floor = sequence;
+            }
+        }
+    }
+
+    /// The backend has finished what [`Effect::Launch`] asked for.
+    pub(crate) fn reduced(&mut self, launch: &Launch, took: Duration) {
+        self.running = None;
+        let in_epoch = match self.rendezvous.remove(&launch.sequence) {
+            Some(Rendezvous {
+                stage: Stage::Running { arrivals },
+            }) => {
+                self.floor = launch.sequence;
+                Some(arrivals)
+            }
+            // The launch's epoch has ended, and this sequence is the next epoch's.
+            Some(other) => {
+                self.rendezvous.insert(launch.sequence, other);
+                None
+            }
+            None => None,
+        };
+        let arrivals = in_epoch.unwrap_or_else(|| std::mem::take(&mut self.orphaned));
+        self.finish(launch, arrivals, took);
+        let horizon = self.floor.saturating_sub(self.settings.max_in_flight);
+        self.rendezvous.retain(|sequence, _| *sequence > horizon);
+        self.tell_ends();
+        self.forget_detached();
+        self.launch_next();
+    }
+
+    fn finish(&mut self, launch: &Launch, arrivals: Vec<Arrival<T>>, took: Duration) {
+        let first = arrivals.iter().map(|arrival| arrival.at).min();
+        let lateness: Vec<(Rank, Duration)> = arrivals
+            .iter()
+            .map(|arrival| {
+                let late = first.map(|first| arrival.at.saturating_duration_since(first));
+                (arrival.rank, late.unwrap_or_default())
+            })
+            .collect();
+        let Some((last_rank, skew)) = lateness.iter().max_by_key(|(_, late)| *late).copied() else {
+            return;
+        };
+        let lane = arrivals
+            .first()
+            .and_then(|arrival| self.sessions.get(&arrival.session))
+            .map_or(Lane::Rpc, |session| session.lane.lane);
+        let algorithm = launch.plan.algorithm;
+        self.stats
+            .record_reduction(launch.signature, lane, algorithm, &lateness, took);
+        for arrival in arrivals {
+            let reduced = Reduced {
+                algorithm,
+                took,
+                skew,
+                last_rank,
+            };
+            self.answer(arrival, Ok(reduced));
+        }
+    }
+
+    // Deadlines.
+
+    /// The sequence that holds up the others, and who has not called it. None while nothing waits, or
+    /// while a reduction runs.
+    fn blocking(&self) -> Option<(u64, Vec<Rank>)> {
+        if self.running.is_some() {
+            return None;
+        }
+        let sequence = self.next_sequence();
+        let world_size = self.settings.world_size;
+        let missing = match self.rendezvous.get(&sequence) {
+            Some(rendezvous) => rendezvous.missing(world_size),
+            // Later sequences were called, this one by nobody.
+            None => world_size.ranks().collect(),
+        };
+        Some((sequence, missing))
+    }
+
+    fn call_deadline(&self) -> Option<(Instant, Duration)> {
+        if self.running.is_some() {
+            return None;
+        }
+        self.rendezvous
+            .values()
+            .filter_map(Rendezvous::deadline)
+            .min()
+    }
+
+    /// When [`Self::expire`] is next to be called.
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        let joining = match &self.phase {
+            Phase::Forming { deadline } => *deadline,
+            Phase::Ready { .. } => None,
+        };
+        let calling = self.call_deadline().map(|(at, _)| at);
+        [joining, calling].into_iter().flatten().min()
+    }
+
+    /// Ends what has waited past its deadline.
+    pub(crate) fn expire(&mut self, now: Instant) {
+        if let Phase::Forming {
+            deadline: Some(deadline),
+        } = &self.phase
+            && *deadline <= now
+        {
+            let missing = |rank: &Rank| !self.is_joined(*rank);
+            let missing = self.settings.world_size.ranks().filter(missing).collect();
+            let timeout = self.settings.join_timeout;
+            self.end_epoch(EndCause::JoinTimeout { missing, timeout });
+            return;
+        }
+        let Some((_, timeout)) = self.call_deadline().filter(|(at, _)| *at <= now) else {
+            return;
+        };
+        if let Some((sequence, missing)) = self.blocking() {
+            self.end_epoch(EndCause::Timeout {
+                missing,
+                sequence,
+                timeout,
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,614 @@
+//! The configuration: defaults, then the file, then the environment, then flags.
+//!
+//! Owns [`Config`], its documentation and its checks. The command line loads it once; the supervisor
+//! keeps it and tells executors their part. Refuses unknown keys and wrong types, naming key, line and
+//! reason. The file is checked by its own types first (the layering crate takes "5" for 5 and knows no
+//! lines), then layered.
+
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// Prefix of environment variables that set keys: `ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS=500` sets
+/// `communicator.default_timeout_ms`.
+pub const ENV_PREFIX: &str = "ALLREDUCED_";
+
+/// Names the daemon's socket for every subcommand and for clients.
+pub const ENV_SOCKET: &str = "ALLREDUCED_SOCKET";
+
+/// Names the configuration file for `serve`.
+pub const ENV_CONFIG: &str = "ALLREDUCED_CONFIG";
+
+/// Everything that can be configured.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// The daemon's socket.
+    pub listen: Listen,
+    /// What is logged, and how.
+    pub log: Log,
+    /// Limits and deadlines of communicators.
+    pub communicator: CommunicatorConfig,
+    /// The host backend.
+    pub host: Host,
+    /// How the daemon ends.
+    pub shutdown: Shutdown,
+}
+
+/// Section `[listen]`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Listen {
+    /// The daemon's gRPC socket; at most 107 bytes. Executors listen in the directory `PATH.d`.
+    pub path: PathBuf,
+    /// Mode of the sockets, octal, whatever the umask.
+    pub mode: String,
+    /// Group of the sockets, by name; empty leaves it.
+    pub group: String,
+}
+
+impl Default for Listen {
+    fn default() -> Self {
+        Self {
+            path: default_socket(),
+            mode: "0660".to_owned(),
+            group: String::new(),
+        }
+    }
+}
+
+/// Section `[log]`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Log {
+    /// How a line looks.
+    pub format: LogFormat,
+    /// What is logged: a level (error, warn, info, debug, trace), or directives as
+    /// tracing-subscriber's EnvFilter reads them.
+    pub level: String,
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Self {
+            format: LogFormat::Auto,
+            level: "info".to_owned(),
+        }
+    }
+}
+
+/// How a log line looks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// Human, with colours if standard error is a terminal.
+    #[default]
+    Auto,
+    /// Human, without colours.
+    Human,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Section `[communicator]`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CommunicatorConfig {
+    /// Communicators that may be open at once: each is a process.
+    pub max_open: u32,
+    /// Deadline of an AllReduce that names none.
+    pub default_timeout_ms: u32,
+    /// How long the first rank of an epoch waits for the others.
+    pub join_timeout_ms: u32,
+    /// Interval of heartbeats.
+    pub heartbeat_interval_ms: u32,
+    /// Silence after which a rank is taken for dead.
+    pub heartbeat_timeout_ms: u32,
+    /// Calls a rank may be ahead of the reduction that runs.
+    pub max_in_flight: u32,
+    /// Buffers a rank may hold.
+    pub max_buffers: u32,
+    /// An executor without ranks exits after this.
+    pub idle_timeout_ms: u32,
+}
+
+impl Default for CommunicatorConfig {
+    fn default() -> Self {
+        Self {
+            max_open: 64,
+            default_timeout_ms: 30_000,
+            join_timeout_ms: 120_000,
+            heartbeat_interval_ms: 1_000,
+            heartbeat_timeout_ms: 10_000,
+            max_in_flight: 64,
+            max_buffers: 4096,
+            idle_timeout_ms: 60_000,
+        }
+    }
+}
+
+/// Section `[host]`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Host {
+    /// Arena of a rank that names no length.
+    pub arena_len_bytes: u64,
+    /// Longest arena a rank may ask for.
+    pub max_arena_len_bytes: u64,
+    /// Threads that share a large reduction; 0 takes the number of processors, at most 8.
+    pub reduce_threads: u32,
+}
+
+impl Default for Host {
+    fn default() -> Self {
+        Self {
+            arena_len_bytes: 64 << 20,
+            max_arena_len_bytes: 16 << 30,
+            reduce_threads: 0,
+        }
+    }
+}
+
+/// Section `[shutdown]`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Shutdown {
+    /// After SIGTERM: how long ranks have to leave before they are cut off.
+    pub drain_timeout_ms: u32,
+}
+
+impl Default for Shutdown {
+    fn default() -> Self {
+        Self {
+            drain_timeout_ms: 10_000,
+        }
+    }
+}
+
+/// The socket when none is named: under /run/allreduced for root, else under XDG_RUNTIME_DIR, else in
+/// a directory of the user's under /tmp.
+pub fn default_socket() -> PathBuf {
+    let uid = nix::unistd::geteuid();
+    let dir = if uid.is_root() {
+        PathBuf::from("/run/allreduced")
+    } else {
+        match std::env::var_os("XDG_RUNTIME_DIR") {
+            Some(dir) => Path::new(&dir).join("allreduced"),
+            None => PathBuf::from(format!("/tmp/allreduced-{uid}")),
+        }
+    };
+    dir.join("allreduced.sock")
+}
+
+/// One thing wrong with a configuration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problem {
+    /// The key, dotted; empty where the text as a whole is no TOML.
+    pub key: String,
+    /// The line in the file, from 1; none if the value comes from elsewhere.
+    pub line: Option<usize>,
+    /// What is wrong, and what to do.
+    pub reason: String,
+}
+
+/// A configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("{}: cannot be read: {source}", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// It can, but is wrong.
+    #[error("{}", Problems { origin, problems })]
+    Invalid {
+        /// The file, or "environment and flags".
+        origin: String,
+        /// Everything found wrong, at least one.
+        problems: Vec<Problem>,
+    },
+}
+
+struct Problems<'a> {
+    origin: &'a str,
+    problems: &'a [Problem],
+}
+
+impl fmt::Display for Problems<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, problem) in self.problems.iter().enumerate() {
+            if index > 0 {
+                writeln!(f)?;
+            }
+            write!(f, "{}", self.origin)?;
+            if let Some(line) = problem.line {
+                write!(f, ":{line}")?;
+            }
+            write!(f, ": ")?;
+            if !problem.key.is_empty() {
+                write!(f, "{}: ", problem.key)?;
+            }
+            write!(f, "{}", problem.reason)?;
+        }
+        Ok(())
+    }
+}
+
+/// What flags set.
+#[derive(Debug, Clone, Default)]
+pub struct Flags {
+    /// `--socket`, or the variable of that name.
+    pub socket: Option<PathBuf>,
+}
+
+impl Config {
+    /// Loads the file (if one is named), the environment and the flags, and checks the result.
+    ///
+    /// # Errors
+    /// [`ConfigError`], with every problem found.
+    pub fn load(
+        file: Option<&Path>,
+        environment: impl IntoIterator<Item = (String, String)>,
+        flags: &Flags,
+    ) -> Result<Self, ConfigError> {
+        let mut layers = config::Config::builder();
+        if let Some(path) = file {
+            let text = read(path)?;
+            Self::check_text(&path.display().to_string(), &text)?;
+            layers = layers.add_source(config::File::from_str(&text, config::FileFormat::Toml));
+        }
+        let variables: config::Map<String, String> = environment
+            .into_iter()
+            .filter(|(name, _)| {
+                name.starts_with(ENV_PREFIX) && name != ENV_SOCKET && name != ENV_CONFIG
+            })
+            .collect();
+        let origin = "environment and flags";
+        let invalid = |reason: String| ConfigError::Invalid {
+            origin: origin.to_owned(),
+            problems: vec![Problem {
+                key: String::new(),
+                line: None,
+                reason,
+            }],
+        };
+        let merged = layers
+            .add_source(
+                config::Environment::with_prefix(ENV_PREFIX.trim_end_matches('_'))
+                    .prefix_separator("_")
+                    .separator("__")
+                    .try_parsing(true)
+                    .source(Some(variables)),
+            )
+            .build()
+            .and_then(config::Config::try_deserialize::<Self>);
+        let mut merged = merged.map_err(|error| invalid(error.to_string()))?;
+        if let Some(socket) = &flags.socket {
+            merged.listen.path.clone_from(socket);
+        }
+        let problems: Vec<Problem> = merged
+            .problems()
+            .into_iter()
+            .map(|(key, reason)| Problem {
+                key: key.to_owned(),
+                line: None,
+                reason,
+            })
+            .collect();
+        if problems.is_empty() {
+            Ok(merged)
+        } else {
+            Err(ConfigError::Invalid {
+                origin: origin.to_owned(),
+                problems,
+            })
+        }
+    }
+
+    /// Checks a file on its own.
+    ///
+    /// # Errors
+    /// [`ConfigError`], with every problem found.
+    pub fn check_file(path: &Path) -> Result<Self, ConfigError> {
+        Self::check_text(&path.display().to_string(), &read(path)?)
+    }
+
+    fn check_text(origin: &str, text: &str) -> Result<Self, ConfigError> {
+        let invalid = |problems| ConfigError::Invalid {
+            origin: origin.to_owned(),
+            problems,
+        };
+        let lines = Lines::new(text).map_err(|error| {
+            invalid(vec![Problem {
+                key: String::new(),
+                line: error.span().map(|span| line_of(text, span.start)),
+                reason: error.message().to_owned(),
+            }])
+        })?;
+        let parsed: Result<Self, toml::de::Error> = toml::from_str(text);
+        let config = parsed.map_err(|error| {
+            let at = error.span().map(|span| span.start);
+            invalid(vec![Problem {
+                key: at.and_then(|at| lines.key_at(at)).unwrap_or_default(),
+                line: at.map(|at| line_of(text, at)),
+                reason: error.message().to_owned(),
+            }])
+        })?;
+        let problems: Vec<Problem> = config
+            .problems()
+            .into_iter()
+            .map(|(key, reason)| Problem {
+                key: key.to_owned(),
+                line: lines.line_of_key(key),
+                reason,
+            })
+            .collect();
+        if problems.is_empty() {
+            Ok(config)
+        } else {
+            Err(invalid(problems))
+        }
+    }
+
+    /// What the types do not say: ranges, and values that must fit each other.
+    fn problems(&self) -> Vec<(&'static str, String)> {
+        let mut found = Vec::new();
+        let mut refuse = |key, reason: String| found.push((key, reason));
+        let CommunicatorConfig {
+            max_open,
+            default_timeout_ms,
+            join_timeout_ms,
+            heartbeat_interval_ms,
+            heartbeat_timeout_ms,
+            max_in_flight,
+            max_buffers,
+            idle_timeout_ms,
+        } = self.communicator;
+        for (key, value) in [
+            ("communicator.max_open", max_open),
+            ("communicator.default_timeout_ms", default_timeout_ms),
+            ("communicator.join_timeout_ms", join_timeout_ms),
+            ("communicator.heartbeat_interval_ms", heartbeat_interval_ms),
+            ("communicator.max_in_flight", max_in_flight),
+            ("communicator.max_buffers", max_buffers),
+            ("communicator.idle_timeout_ms", idle_timeout_ms),
+            ("shutdown.drain_timeout_ms", self.shutdown.drain_timeout_ms),
+        ] {
+            if value == 0 {
+                refuse(key, "must be at least 1".to_owned());
+            }
+        }
+        if heartbeat_timeout_ms < heartbeat_interval_ms.saturating_mul(2) {
+            refuse(
+                "communicator.heartbeat_timeout_ms",
+                format!(
+                    "{heartbeat_timeout_ms} is less than twice heartbeat_interval_ms ({heartbeat_interval_ms}): one late heartbeat would end a rank"
+                ),
+            );
+        }
+        if self.host.arena_len_bytes == 0
+            || self.host.arena_len_bytes > self.host.max_arena_len_bytes
+        {
+            refuse(
+                "host.arena_len_bytes",
+                format!(
+                    "{} is not in 1..=max_arena_len_bytes ({})",
+                    self.host.arena_len_bytes, self.host.max_arena_len_bytes
+                ),
+            );
+        }
+        if self.host.reduce_threads > 256 {
+            refuse(
+                "host.reduce_threads",
+                format!("{} is above 256", self.host.reduce_threads),
+            );
+        }
+        if let Err(reason) = self.listen.parsed_mode() {
+            refuse("listen.mode", reason);
+        }
+        if let Err(reason) = crate::listen::check_path(&self.listen.path) {
+            refuse("listen.path", reason.to_string());
+        }
+        if let Err(reason) = tracing_subscriber::EnvFilter::try_new(&self.log.level) {
+            refuse("log.level", reason.to_string());
+        }
+        found
+    }
+}
+
+impl Listen {
+    /// The mode as a number.
+    ///
+    /// # Errors
+    /// The reason, if it is not octal or above 0777.
+    pub(crate) fn parsed_mode(&self) -> Result<u32, String> {
+        u32::from_str_radix(&self.mode, 8)
+            .ok()
+            .filter(|mode| *mode <= 0o777)
+            .ok_or_else(|| format!("{:?} is not an octal mode such as \"0660\"", self.mode))
+    }
+}
+
+fn read(path: &Path) -> Result<String, ConfigError> {
+    std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+fn line_of(text: &str, at: usize) -> usize {
+    text.bytes().take(at).filter(|byte| *byte == b'\n').count() + 1
+}
+
+/// Where each key of a TOML text is.
+struct Lines {
+    /// Dotted key to (start of the key, end of the value, line of the key).
+    keys: BTreeMap<String, (usize, usize, usize)>,
+}
+
+impl Lines {
+    fn new(text: &str) -> Result<Self, toml::de::Error> {
+        let table = toml::de::DeTable::parse(text)?;
+        let mut keys = BTreeMap::new();
+        collect(table.get_ref(), "", text, &mut keys);
+        Ok(Self { keys })
+    }
+
+    /// The innermost key that byte `at` belongs to.
+    fn key_at(&self, at: usize) -> Option<String> {
+        self.keys
+            .iter()
+            .filter(|(_, (start, end, _))| (*start..*end).contains(&at))
+            .max_by_key(|(_, (start, _, _))| *start)
+            .map(|(key, _)| key.clone())
+    }
+
+    fn line_of_key(&self, key: &str) -> Option<usize> {
+        self.keys.get(key).map(|(_, _, line)| *line)
+    }
+}
+
+fn collect(
+    table: &toml::de::DeTable<'_>,
+    prefix: &str,
+    text: &str,
+    keys: &mut BTreeMap<String, (usize, usize, usize)>,
+) {
+    for (key, value) in table {
+        let dotted = match prefix {
+            "" => key.get_ref().to_string(),
+            _ => format!("{prefix}.{}", key.get_ref()),
+        };
+        let start = key.span().start;
+        let end = value.span().end.max(key.span().end);
+        keys.insert(dotted.clone(), (start, end, line_of(text, start)));
+        if let toml::de::DeValue::Table(inner) = value.get_ref() {
+            collect(inner, &dotted, text, keys);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn problem(text: &str) -> String {
+        Config::check_text("file", text)
+            .map(|_| "accepted".to_owned())
+            .unwrap_or_else(|error| error.to_string())
+    }
+
+    #[test]
+    fn defaults_are_accepted_and_documented() {
+        assert_eq!(problem(""), "accepted");
+        let example = include_str!("../../deploy/allreduced.toml");
+        assert_eq!(problem(example), "accepted");
+        let uncommented: String = example
+            .lines()
+            .map(|line| match line.strip_prefix("#") {
+                Some(key) if key.contains(" = ") && !key.starts_with(' ') => key,
+                Some(_) | None => line,
+            })
+            .map(|line| format!("{line}\n"))
+            .collect();
+        let config = Config::check_text("example", &uncommented).unwrap();
+        let mut defaults = Config::default();
+        defaults.listen.path = PathBuf::from("/run/allreduced/allreduced.sock");
+        assert_eq!(config, defaults);
+    }
+
+    #[test]
+    fn key_line_and_reason_are_named() {
+        for (text, expected) in [
+            (
+                "[communicator]\nmax_opem = 3\n",
+                "file:2: communicator.max_opem: unknown field `max_opem`",
+            ),
+            (
+                "\n[communicator]\nmax_open = \"5\"\n",
+                "file:3: communicator.max_open: invalid type: string \"5\", expected u32",
+            ),
+            (
+                "[log]\nformat = \"xml\"\n",
+                "file:2: log.format: unknown variant `xml`",
+            ),
+            ("[listen\n", "file:1: "),
+            ("[speed]\nx = 1\n", "file:1: speed: unknown field `speed`"),
+            (
+                "[communicator]\nheartbeat_interval_ms = 900\nheartbeat_timeout_ms = 1000\n",
+                "file:3: communicator.heartbeat_timeout_ms: 1000 is less than twice",
+            ),
+            (
+                "[listen]\nmode = \"rw\"\n",
+                "file:2: listen.mode: \"rw\" is not an octal mode",
+            ),
+            ("[log]\nlevel = \"a=b=c\"\n", "file:2: log.level: "),
+            (
+                "[host]\narena_len_bytes = -1\n",
+                "file:2: host.arena_len_bytes: invalid value: integer `-1`",
+            ),
+        ] {
+            let found = problem(text);
+            assert!(found.starts_with(expected), "{text:?}: {found}");
+        }
+    }
+
+    #[test]
+    fn a_long_socket_path_is_refused_by_name() {
+        let text = format!("[listen]\npath = \"/{}\"\n", "x".repeat(120));
+        let found = problem(&text);
+        assert!(found.starts_with("file:2: listen.path: "), "{found}");
+        assert!(found.contains("107"), "{found}");
+    }
+
+    fn variables(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
+        pairs
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+            .collect()
+    }
+
+    #[test]
+    fn later_layers_win() {
+        let dir = std::env::temp_dir().join(format!("allreduced-config-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let file = dir.join("a.toml");
+        std::fs::write(
+            &file,
+            "[communicator]\nmax_open = 3\nmax_in_flight = 5\n[listen]\npath = \"/tmp/file.sock\"\n",
+        )
+        .unwrap();
+        let environment = variables(&[
+            ("ALLREDUCED_COMMUNICATOR__MAX_OPEN", "4"),
+            ("ALLREDUCED_LISTEN__PATH", "/tmp/env.sock"),
+            ("ALLREDUCED_SOCKET", "/tmp/not-a-key.sock"),
+            ("OTHER", "1"),
+        ]);
+        let flags = Flags {
+            socket: Some(PathBuf::from("/tmp/flag.sock")),
+        };
+        let config = Config::load(Some(&file), environment, &flags).unwrap();
+        assert_eq!(config.communicator.max_open, 4);
+        assert_eq!(config.communicator.max_in_flight, 5);
+        assert_eq!(config.listen.path, PathBuf::from("/tmp/flag.sock"));
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn bad_variables_are_refused() {
+        for (name, value) in [
+            ("ALLREDUCED_COMMUNICATOR__MAX_OPEM", "4"),
+            ("ALLREDUCED_COMMUNICATOR__MAX_OPEN", "many"),
+            ("ALLREDUCED_NONSENSE", "1"),
+            ("ALLREDUCED_COMMUNICATOR__MAX_IN_FLIGHT", "0"),
+        ] {
+            let result = Config::load(None, variables(&[(name, value)]), &Flags::default());
+            assert!(result.is_err(), "{name}={value}");
+        }
+    }
+}

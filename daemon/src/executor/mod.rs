@@ -1,0 +1,208 @@
+//! The executor: one process for each communicator, the fault domain.
+//!
+//! Owns its sockets and the [`task`]. The supervisor starts it with an [`ExecutorSpec`] on standard
+//! input, waits for the line "ready" on its standard output, and holds standard input open as long as
+//! it lives. Refuses to outlive its use: it exits when no rank has been there for a while, when it has
+//! drained after SIGTERM, and, its supervisor gone, when the last rank has left.
+
+mod companion;
+mod task;
+
+pub(crate) use task::{Handle, JoinedAs, StatsReport, Stopped, Tell, exhausted};
+
+use crate::backend::host::Fault;
+use crate::config::{CommunicatorConfig, Host, Log};
+use crate::health::HealthTable;
+use crate::listen::{Access, ListenError, bind_seqpacket, bind_stream};
+use crate::rpc::executor_routes;
+use allreduce_contract::WorldSize;
+use allreduce_contract::companion::TOKEN_LEN;
+use serde::{Deserialize, Serialize};
+use std::io::{self, BufRead, Write};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use task::{Task, TaskEnd};
+use tokio::io::AsyncReadExt;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_stream::wrappers::UnixListenerStream;
+
+/// Everything an executor is told at its start.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct ExecutorSpec {
+    pub(crate) communicator_name: String,
+    world_size: u32,
+    pub(crate) backend_reason: String,
+    pub(crate) incarnation: u64,
+    pub(crate) token: [u8; TOKEN_LEN],
+    pub(crate) socket: PathBuf,
+    pub(crate) companion: PathBuf,
+    pub(crate) mode: u32,
+    pub(crate) group: Option<u32>,
+    pub(crate) communicator: CommunicatorConfig,
+    pub(crate) host: Host,
+    pub(crate) log: Log,
+    pub(crate) drain_timeout_ms: u32,
+    pub(crate) fault: Option<Fault>,
+}
+
+/// The parts of a spec that the supervisor knows for each executor; the rest is configuration.
+pub(crate) struct Identity {
+    pub(crate) communicator_name: String,
+    pub(crate) world_size: WorldSize,
+    pub(crate) backend_reason: String,
+    pub(crate) incarnation: u64,
+    pub(crate) token: [u8; TOKEN_LEN],
+    pub(crate) socket: PathBuf,
+}
+
+impl ExecutorSpec {
+    pub(crate) fn new(
+        identity: Identity,
+        config: &crate::config::Config,
+        access: Access,
+        fault: Option<Fault>,
+    ) -> Self {
+        let (mode, group) = access.to_parts();
+        Self {
+            communicator_name: identity.communicator_name,
+            world_size: identity.world_size.get(),
+            backend_reason: identity.backend_reason,
+            incarnation: identity.incarnation,
+            token: identity.token,
+            companion: identity.socket.with_extension("fd"),
+            socket: identity.socket,
+            mode,
+            group,
+            communicator: config.communicator.clone(),
+            host: config.host.clone(),
+            log: config.log.clone(),
+            drain_timeout_ms: config.shutdown.drain_timeout_ms,
+            fault,
+        }
+    }
+
+    /// The world size; [`read_spec`] checked it.
+    pub(crate) fn world_size(&self) -> WorldSize {
+        WorldSize::new(self.world_size).unwrap_or(WorldSize::ONE)
+    }
+}
+
+/// Why an executor did not start, or ended badly.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ExecutorError {
+    #[error("the spec on standard input: {0}")]
+    Spec(io::Error),
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    #[error("serving: {0}")]
+    Serve(#[from] tonic::transport::Error),
+}
+
+/// Reads the spec, one line of JSON.
+pub(crate) fn read_spec() -> Result<ExecutorSpec, ExecutorError> {
+    let mut line = String::new();
+    io::stdin()
+        .lock()
+        .read_line(&mut line)
+        .map_err(ExecutorError::Spec)?;
+    let spec: ExecutorSpec = serde_json::from_str(&line)
+        .map_err(|error| ExecutorError::Spec(io::Error::other(error)))?;
+    WorldSize::new(spec.world_size)
+        .map_err(|error| ExecutorError::Spec(io::Error::other(error)))?;
+    Ok(spec)
+}
+
+/// The whole life of an executor process.
+pub(crate) fn run(spec: ExecutorSpec) -> Result<(), ExecutorError> {
+    // One thread for everything but large reductions: a call crosses no thread, which measured 56 us
+    // against 150 us for a round trip (docs/benchmarks.md, "runtimes").
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let ended = runtime.block_on(serve(Arc::new(spec)));
+    // Standard input may still block a thread of the runtime.
+    runtime.shutdown_background();
+    ended
+}
+
+async fn serve(spec: Arc<ExecutorSpec>) -> Result<(), ExecutorError> {
+    let access = Access::from_parts(spec.mode, spec.group);
+    let (listener, _socket) = bind_stream(&spec.socket, access)?;
+    let (companion_listener, _companion) = bind_seqpacket(&spec.companion, access)?;
+    let listener = tokio::net::UnixListener::from_std(listener)?;
+
+    let (task, handle) = Task::new(Arc::clone(&spec));
+    let health = HealthTable::new();
+    let routes = executor_routes(&spec, &handle, &health);
+    let server = tonic::transport::Server::builder()
+        .add_routes(routes)
+        .serve_with_incoming(UnixListenerStream::new(listener));
+    let companion = companion::serve(companion_listener, handle.clone())?;
+    health.set("", true);
+    health.set(&format!("executor/{}", spec.communicator_name), true);
+    announce_ready()?;
+    tracing::info!(
+        communicator = spec.communicator_name,
+        world_size = spec.world_size,
+        incarnation = spec.incarnation,
+        socket = %spec.socket.display(),
+        "executor ready"
+    );
+    tokio::spawn(watch_supervisor(handle.clone()));
+
+    let mut task = std::pin::pin!(task.run());
+    let mut server = std::pin::pin!(server);
+    let mut companion = std::pin::pin!(companion);
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut forced = std::pin::pin!(std::future::pending::<()>());
+    let mut cut_off = None;
+    loop {
+        let cut_off_at = async {
+            match cut_off {
+                Some(at) => tokio::time::sleep_until(at).await,
+                None => forced.as_mut().await,
+            }
+        };
+        tokio::select! {
+            end = &mut task => {
+                match end {
+                    TaskEnd::Idle => tracing::info!("no rank for the idle timeout: exiting"),
+                    TaskEnd::Drained => tracing::info!("drained: exiting"),
+                }
+                return Ok(());
+            }
+            served = &mut server => return Ok(served?),
+            () = &mut companion => {}
+            _ = terminate.recv() => {
+                tracing::info!("SIGTERM: draining");
+                health.set_all_not_serving();
+                handle.drain().await;
+                let timeout = Duration::from_millis(u64::from(spec.drain_timeout_ms));
+                cut_off.get_or_insert(tokio::time::Instant::now() + timeout);
+            }
+            () = cut_off_at => {
+                tracing::warn!("ranks did not leave within the drain timeout: cutting them off");
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Tells the supervisor that RPCs succeed from now on.
+fn announce_ready() -> io::Result<()> {
+    let mut stdout = io::stdout().lock();
+    stdout.write_all(b"ready\n")?;
+    stdout.flush()
+}
+
+/// Standard input ends when the supervisor does, however it does.
+async fn watch_supervisor(handle: Handle) {
+    let mut stdin = tokio::io::stdin();
+    let mut ignored = [0_u8; 64];
+    while matches!(stdin.read(&mut ignored).await, Ok(read) if read > 0) {}
+    tracing::warn!("the supervisor is gone: this executor exits when its ranks have left");
+    handle.orphaned().await;
+}

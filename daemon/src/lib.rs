@@ -1,0 +1,20 @@
+//! The daemon of allreduced: supervisor, executors and command line in one binary.
+//!
+//! Arrows: `cli` -> {`supervisor`, `executor`, `demo`, `bench`, `status`}; `rpc` -> `executor::task` ->
+//! `communicator` -> `plan`; `executor::task` -> `backend`. Never back, and no tonic type below `rpc`.
+
+mod backend;
+mod bench;
+pub mod cli;
+mod communicator;
+pub mod config;
+mod demo;
+mod executor;
+mod health;
+mod listen;
+mod log;
+mod plan;
+pub mod private;
+mod rpc;
+mod status;
+mod supervisor;

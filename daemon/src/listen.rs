@@ -1,0 +1,502 @@
+//! Unix sockets: checking paths, taking over stale ones, binding with the configured owner and mode.
+//!
+//! Owns the files it makes: the socket, its lock, the executors' directory. The supervisor and the
+//! executors call it before they serve. Refuses to displace a live daemon or to remove anything that is
+//! not a dead socket.
+
+use allreduce_contract::MAX_SOCKET_PATH_LEN;
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use nix::sys::socket::{
+    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket,
+};
+use nix::sys::stat::{Mode, umask};
+use nix::unistd::{Gid, Group, chown};
+use std::ffi::OsStr;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Seek, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+/// Bytes that the name of an executor's socket adds to the daemon's: ".d/" and [`executor_name`].
+const EXECUTOR_SUFFIX_LEN: usize = ".d/x4194304-65535.sock".len();
+
+/// Why a socket is not served.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ListenError {
+    /// The path is too long for the kernel.
+    #[error(
+        "socket path {} has {} bytes, at most {MAX_SOCKET_PATH_LEN} fit a Unix socket address",
+        .0.display(),
+        .0.as_os_str().len()
+    )]
+    TooLong(PathBuf),
+    /// The daemon's own path fits, its executors' would not.
+    #[error(
+        "socket path {} has {} bytes; with {EXECUTOR_SUFFIX_LEN} more for the executors' sockets it exceeds the {MAX_SOCKET_PATH_LEN} that fit a Unix socket address",
+        .0.display(),
+        .0.as_os_str().len()
+    )]
+    NoRoom(PathBuf),
+    /// The path is empty, relative, or names a directory.
+    #[error("socket path {:?} is not an absolute path to a file", .0.display())]
+    NotAbsolute(PathBuf),
+    /// A daemon serves here.
+    #[error("a daemon{} is serving on {}: stop it first, or use another socket", pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default(), path.display())]
+    Live {
+        /// The socket.
+        path: PathBuf,
+        /// The daemon's process id, if it is known.
+        pid: Option<u32>,
+    },
+    /// Something else is at the path.
+    #[error("{} exists and is not a socket: it is left alone; move it away or use another path", .0.display())]
+    NotASocket(PathBuf),
+    /// The configured group does not exist.
+    #[error("there is no group {0:?} (listen.group)")]
+    NoSuchGroup(String),
+    /// A system call failed.
+    #[error("{what} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why it failed.
+        source: io::Error,
+    },
+}
+
+fn io_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> ListenError {
+    move |source| ListenError::Io {
+        what,
+        path: path.to_owned(),
+        source,
+    }
+}
+
+/// Checks that a path can be the daemon's socket, without touching it.
+///
+/// # Errors
+/// [`ListenError::NotAbsolute`], [`ListenError::TooLong`], [`ListenError::NoRoom`].
+pub(crate) fn check_path(path: &Path) -> Result<(), ListenError> {
+    if !path.is_absolute() || path.file_name().is_none() {
+        return Err(ListenError::NotAbsolute(path.to_owned()));
+    }
+    let len = path.as_os_str().len();
+    if len > MAX_SOCKET_PATH_LEN {
+        Err(ListenError::TooLong(path.to_owned()))
+    } else if len + EXECUTOR_SUFFIX_LEN > MAX_SOCKET_PATH_LEN {
+        Err(ListenError::NoRoom(path.to_owned()))
+    } else {
+        Ok(())
+    }
+}
+
+/// Who may connect.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Access {
+    mode: u32,
+    group: Option<Gid>,
+}
+
+impl Access {
+    /// From the configuration; an empty group leaves the group.
+    pub(crate) fn new(mode: u32, group: &str) -> Result<Self, ListenError> {
+        let group = if group.is_empty() {
+            None
+        } else {
+            let found = Group::from_name(group).ok().flatten();
+            Some(
+                found
+                    .ok_or_else(|| ListenError::NoSuchGroup(group.to_owned()))?
+                    .gid,
+            )
+        };
+        Ok(Self { mode, group })
+    }
+
+    /// The numbers, for an executor's command.
+    pub(crate) fn to_parts(self) -> (u32, Option<u32>) {
+        (self.mode, self.group.map(Gid::as_raw))
+    }
+
+    pub(crate) fn from_parts(mode: u32, group: Option<u32>) -> Self {
+        Self {
+            mode,
+            group: group.map(Gid::from_raw),
+        }
+    }
+
+    /// Runs `bind` such that the file it makes never grants more than configured, and sets it so.
+    fn apply<R>(
+        self,
+        path: &Path,
+        bind: impl FnOnce() -> Result<R, ListenError>,
+    ) -> Result<R, ListenError> {
+        // Until the group is set, nobody but the owner gets in.
+        let first = if self.group.is_some() {
+            self.mode & 0o700
+        } else {
+            self.mode
+        };
+        let before = umask(Mode::from_bits_truncate(0o777 & !first));
+        let bound = bind();
+        umask(before);
+        let bound = bound?;
+        if self.group.is_some() {
+            chown(path, None, self.group)
+                .map_err(io::Error::from)
+                .map_err(io_error("cannot set the group of", path))?;
+            fs::set_permissions(path, fs::Permissions::from_mode(self.mode))
+                .map_err(io_error("cannot set the mode of", path))?;
+        }
+        Ok(bound)
+    }
+}
+
+/// A socket file that this process bound; removed on drop if it is still the same file.
+#[derive(Debug)]
+pub(crate) struct SocketFile {
+    path: PathBuf,
+    inode: Option<(u64, u64)>,
+}
+
+impl SocketFile {
+    fn new(path: &Path) -> Self {
+        Self {
+            path: path.to_owned(),
+            inode: identity(path),
+        }
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if self.inode.is_some() && identity(&self.path) == self.inode {
+            // Nothing to do about a failure: the next start removes the dead socket.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let metadata = fs::symlink_metadata(path).ok()?;
+    Some((metadata.dev(), metadata.ino()))
+}
+
+/// The daemon's socket, bound and locked.
+#[derive(Debug)]
+pub(crate) struct DaemonSocket {
+    pub(crate) listener: UnixListener,
+    // Dropped in this order: the socket goes while the lock is still held.
+    _file: SocketFile,
+    _lock: Lock,
+}
+
+/// Binds the daemon's socket: takes the lock, removes a dead socket, makes the directory.
+///
+/// # Errors
+/// [`ListenError`]; nothing was displaced then.
+pub(crate) fn bind_daemon(path: &Path, access: Access) -> Result<DaemonSocket, ListenError> {
+    check_path(path)?;
+    if let Some(parent) = path.parent() {
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o755)
+            .create(parent)
+            .map_err(io_error("cannot create the directory", parent))?;
+    }
+    let lock = Lock::take(path)?;
+    clear_stale(path)?;
+    let (listener, file) = bind_stream(path, access)?;
+    Ok(DaemonSocket {
+        listener,
+        _file: file,
+        _lock: lock,
+    })
+}
+
+/// Binds a gRPC socket at a path that nobody uses.
+pub(crate) fn bind_stream(
+    path: &Path,
+    access: Access,
+) -> Result<(UnixListener, SocketFile), ListenError> {
+    let listener = access.apply(path, || {
+        UnixListener::bind(path).map_err(io_error("cannot bind", path))
+    })?;
+    let file = SocketFile::new(path);
+    listener
+        .set_nonblocking(true)
+        .map_err(io_error("cannot use", path))?;
+    Ok((listener, file))
+}
+
+/// Binds a companion socket (SOCK_SEQPACKET, non-blocking) at a path that nobody uses.
+pub(crate) fn bind_seqpacket(
+    path: &Path,
+    access: Access,
+) -> Result<(OwnedFd, SocketFile), ListenError> {
+    let errno = |what| {
+        let convert = io_error(what, path);
+        move |errno: Errno| convert(io::Error::from(errno))
+    };
+    let listener = socket(
+        AddressFamily::Unix,
+        SockType::SeqPacket,
+        SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
+        None,
+    )
+    .map_err(errno("cannot make a socket for"))?;
+    access.apply(path, || {
+        let address = UnixAddr::new(path).map_err(errno("cannot bind"))?;
+        bind(listener.as_raw_fd(), &address).map_err(errno("cannot bind"))
+    })?;
+    let file = SocketFile::new(path);
+    listen(&listener, Backlog::MAXALLOWABLE).map_err(errno("cannot listen on"))?;
+    Ok((listener, file))
+}
+
+/// An exclusive lock beside the socket. While it is held, the daemon lives, whatever the socket says.
+#[derive(Debug)]
+struct Lock {
+    path: PathBuf,
+    _file: Flock<File>,
+}
+
+impl Lock {
+    fn take(socket: &Path) -> Result<Self, ListenError> {
+        let path = with_suffix(socket, ".lock");
+        loop {
+            let file = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .mode(0o600)
+                .custom_flags(nix::libc::O_NOFOLLOW)
+                .open(&path)
+                .map_err(io_error("cannot open the lock", &path))?;
+            let mut file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+                Ok(file) => file,
+                Err((mut file, Errno::EWOULDBLOCK)) => {
+                    let mut text = String::new();
+                    // Only for the message: a lock whose owner has not written yet has no pid.
+                    let _ = file.read_to_string(&mut text);
+                    return Err(ListenError::Live {
+                        path: socket.to_owned(),
+                        pid: text.trim().parse().ok(),
+                    });
+                }
+                Err((_, errno)) => {
+                    return Err(io_error("cannot lock", &path)(errno.into()));
+                }
+            };
+            // The owner before may have removed the file between our open and our lock: then the lock
+            // is on a file that nobody else will find.
+            let same = file
+                .metadata()
+                .is_ok_and(|held| identity(&path) == Some((held.dev(), held.ino())));
+            if !same {
+                continue;
+            }
+            file.set_len(0)
+                .and_then(|()| file.rewind())
+                .and_then(|()| writeln!(file, "{}", std::process::id()))
+                .map_err(io_error("cannot write the lock", &path))?;
+            return Ok(Self { path, _file: file });
+        }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Before the lock is released, so that whoever gets it next sees that the file is gone.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Removes a socket that nobody listens on; refuses everything else that exists.
+fn clear_stale(path: &Path) -> Result<(), ListenError> {
+    let metadata = match fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(io_error("cannot look at", path)(error)),
+    };
+    if !metadata.file_type().is_socket() {
+        return Err(ListenError::NotASocket(path.to_owned()));
+    }
+    match UnixStream::connect(path) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            fs::remove_file(path).map_err(io_error("cannot remove the stale socket", path))
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Ok(_) => Err(ListenError::Live {
+            path: path.to_owned(),
+            pid: None,
+        }),
+        Err(error) => Err(io_error("cannot tell who is behind", path)(error)),
+    }
+}
+
+/// The directory of the executors' sockets.
+pub(crate) fn executor_dir(socket: &Path) -> PathBuf {
+    with_suffix(socket, ".d")
+}
+
+/// The name of an executor's sockets, without extension. The supervisor's pid keeps them apart from
+/// those of executors that outlived an earlier supervisor.
+pub(crate) fn executor_name(number: u16) -> String {
+    format!("x{}-{number}", std::process::id())
+}
+
+/// Makes the executors' directory, and removes dead sockets that an earlier daemon left in it.
+pub(crate) fn prepare_executor_dir(socket: &Path, access: Access) -> Result<PathBuf, ListenError> {
+    let dir = executor_dir(socket);
+    // Who may connect may search the directory, no more.
+    let search = |bits: u32, class: u32| if access.mode & bits == 0 { 0 } else { class };
+    let mode = 0o700 | search(0o060, 0o010) | search(0o006, 0o001);
+    match fs::DirBuilder::new().mode(0o700).create(&dir) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(io_error("cannot create the directory", &dir)(error)),
+    }
+    let is_dir = fs::symlink_metadata(&dir).is_ok_and(|found| found.is_dir());
+    if !is_dir {
+        return Err(io_error("cannot use the directory", &dir)(
+            io::ErrorKind::NotADirectory.into(),
+        ));
+    }
+    chown(&dir, None, access.group)
+        .map_err(io::Error::from)
+        .map_err(io_error("cannot set the group of", &dir))?;
+    fs::set_permissions(&dir, fs::Permissions::from_mode(mode))
+        .map_err(io_error("cannot set the mode of", &dir))?;
+    let entries = fs::read_dir(&dir).map_err(io_error("cannot read", &dir))?;
+    for path in entries.flatten().map(|entry| entry.path()) {
+        let dead = path.extension() == Some(OsStr::new("sock"))
+            && UnixStream::connect(&path)
+                .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
+        if dead {
+            for leftover in [&path, &path.with_extension("fd")] {
+                // Gone already, or not ours to remove: it is in nobody's way.
+                let _ = fs::remove_file(leftover);
+            }
+        }
+    }
+    Ok(dir)
+}
+
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().as_bytes().to_vec();
+    name.extend_from_slice(suffix.as_bytes());
+    PathBuf::from(OsStr::from_bytes(&name))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn dir(name: &str) -> PathBuf {
+        let dir = std::env::temp_dir().join(format!("ard-{name}-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        dir
+    }
+
+    #[test]
+    fn paths_are_checked() {
+        let path = |len: usize| PathBuf::from(format!("/{}", "x".repeat(len - 1)));
+        assert!(check_path(&path(85)).is_ok());
+        assert!(matches!(
+            check_path(&path(107)),
+            Err(ListenError::NoRoom(_))
+        ));
+        assert!(matches!(
+            check_path(&path(108)),
+            Err(ListenError::TooLong(_))
+        ));
+        for bad in ["", "relative.sock", "/", "/tmp/.."] {
+            let result = check_path(Path::new(bad));
+            assert!(matches!(result, Err(ListenError::NotAbsolute(_))), "{bad}");
+        }
+        let longest = format!(".d/{}.sock", "x4194304-65535");
+        assert_eq!(longest.len(), EXECUTOR_SUFFIX_LEN);
+    }
+
+    #[test]
+    fn one_daemon_a_socket_and_leftovers_are_taken_over() {
+        let dir = dir("bind");
+        let path = dir.join("a.sock");
+        let access = Access::new(0o640, "").unwrap();
+        let first = bind_daemon(&path, access).unwrap();
+        let mode = fs::symlink_metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o640);
+        let second = bind_daemon(&path, access).map(|_| ());
+        let own = std::process::id();
+        assert!(
+            matches!(&second, Err(ListenError::Live { pid: Some(pid), .. }) if *pid == own),
+            "{second:?}"
+        );
+        assert!(UnixStream::connect(&path).is_ok());
+        drop(first);
+        assert!(!path.exists() && !dir.join("a.sock.lock").exists());
+        // What a killed daemon leaves: the socket and the lock's file.
+        drop(UnixListener::bind(&path).unwrap());
+        fs::write(dir.join("a.sock.lock"), "1\n").unwrap();
+        bind_daemon(&path, access).unwrap();
+        fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn what_is_no_dead_socket_is_left_alone() {
+        let dir = dir("alone");
+        let access = Access::new(0o600, "").unwrap();
+        let file = dir.join("file");
+        fs::write(&file, "precious").unwrap();
+        assert!(matches!(
+            bind_daemon(&file, access),
+            Err(ListenError::NotASocket(_))
+        ));
+        assert_eq!(fs::read_to_string(&file).unwrap(), "precious");
+        let link = dir.join("link");
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        assert!(matches!(
+            bind_daemon(&link, access),
+            Err(ListenError::NotASocket(_))
+        ));
+        let foreign = dir.join("foreign.sock");
+        let _listener = UnixListener::bind(&foreign).unwrap();
+        assert!(matches!(
+            bind_daemon(&foreign, access),
+            Err(ListenError::Live { .. })
+        ));
+        assert!(Access::new(0o600, "no-such-group-here").is_err());
+        fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn the_executors_directory_is_cleared_of_the_dead_only() {
+        let dir = dir("executors");
+        let socket = dir.join("a.sock");
+        let access = Access::new(0o660, "").unwrap();
+        let executors = prepare_executor_dir(&socket, access).unwrap();
+        let mode = fs::metadata(&executors).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o710);
+        drop(UnixListener::bind(executors.join("x1-1.sock")).unwrap());
+        fs::write(executors.join("x1-1.fd"), "").unwrap();
+        let _live = UnixListener::bind(executors.join("x1-2.sock")).unwrap();
+        fs::write(executors.join("notes"), "").unwrap();
+        prepare_executor_dir(&socket, access).unwrap();
+        let mut left: Vec<_> = fs::read_dir(&executors)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name())
+            .collect();
+        left.sort();
+        assert_eq!(left, ["notes", "x1-2.sock"]);
+        fs::remove_dir_all(&dir).unwrap();
+    }
+}

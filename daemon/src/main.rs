@@ -1,0 +1,5 @@
+//! The `allreduced` binary.
+
+fn main() -> std::process::ExitCode {
+    allreduced::cli::main()
+}

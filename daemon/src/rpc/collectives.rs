@@ -1,0 +1,100 @@
+//! allreduced.v1.Collectives: the `rpc` lane.
+
+use crate::communicator::{AskedRange, Call};
+use crate::executor::{ExecutorSpec, Handle};
+use crate::rpc::ToStatus;
+use allreduce_contract::v1::collectives_server::Collectives;
+use allreduce_contract::v1::{
+    AllReduceRequest, AllReduceResponse, BufferRange, ErrorCode, PingRequest, PingResponse,
+};
+use allreduce_contract::{Dtype, Op};
+use std::time::Duration;
+use tonic::{Request, Response, Status};
+
+/// Answers AllReduce and Ping.
+#[derive(Debug)]
+pub(crate) struct CollectivesService {
+    handle: Handle,
+    default_timeout_ms: u32,
+}
+
+impl CollectivesService {
+    pub(crate) fn new(spec: &ExecutorSpec, handle: Handle) -> Self {
+        Self {
+            handle,
+            default_timeout_ms: spec.communicator.default_timeout_ms,
+        }
+    }
+
+    /// The status, after it was counted.
+    async fn counted(&self, error: &impl ToStatus) -> Status {
+        if let Ok(code) = ErrorCode::try_from(error.parts().1.code) {
+            self.handle.record_error(code).await;
+        }
+        error.to_status()
+    }
+}
+
+fn range(range: BufferRange) -> AskedRange {
+    AskedRange {
+        buffer_id: range.buffer_id,
+        offset_bytes: range.offset_bytes,
+    }
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[tonic::async_trait]
+impl Collectives for CollectivesService {
+    async fn all_reduce(
+        &self,
+        request: Request<AllReduceRequest>,
+    ) -> Result<Response<AllReduceResponse>, Status> {
+        let AllReduceRequest {
+            session,
+            epoch,
+            sequence,
+            src,
+            dst,
+            num_elems,
+            dtype,
+            op,
+            timeout_ms,
+            event,
+        } = request.into_inner();
+        let timeout_ms = match timeout_ms {
+            0 => self.default_timeout_ms,
+            given => given,
+        };
+        let answer = self.handle.all_reduce(|reply_to| Call {
+            reply_to,
+            session,
+            epoch,
+            sequence,
+            src: src.map(range),
+            dst: dst.map(range),
+            num_elems,
+            dtype: Dtype::from_wire(dtype),
+            op: Op::from_wire(op),
+            timeout: Duration::from_millis(u64::from(timeout_ms)),
+            unsignalled: event.map(|event| event.ready_value),
+        });
+        let reduced = match answer.await {
+            Ok(Ok(reduced)) => reduced,
+            Ok(Err(error)) => return Err(self.counted(&error).await),
+            Err(stopped) => return Err(stopped.to_status()),
+        };
+        Ok(Response::new(AllReduceResponse {
+            algorithm: allreduce_contract::v1::Algorithm::from(reduced.algorithm) as i32,
+            reduce_ns: nanos(reduced.took),
+            skew_ns: nanos(reduced.skew),
+            last_rank: reduced.last_rank.get(),
+        }))
+    }
+
+    async fn ping(&self, _request: Request<PingRequest>) -> Result<Response<PingResponse>, Status> {
+        Ok(Response::new(PingResponse {}))
+    }
+}

@@ -1,0 +1,201 @@
+//! allreduced.v1.Communicator: membership is a stream.
+//!
+//! Owns one task for each Attach: it joins the rank, answers its heartbeats, passes on what the
+//! communicator tells, and detaches the rank when the stream ends for whatever reason.
+
+use crate::communicator::Gone;
+use crate::executor::{ExecutorSpec, Handle, JoinedAs, Tell};
+use crate::rpc::ToStatus;
+use crate::rpc::status::BadMessage;
+use allreduce_contract::Rank;
+use allreduce_contract::v1::attach_request::Message as FromRank;
+use allreduce_contract::v1::attach_response::Message as ToRank;
+use allreduce_contract::v1::communicator_server::Communicator;
+use allreduce_contract::v1::{
+    AttachRequest, AttachResponse, Backend, Hello, Joined, Lane, Notice, NoticeKind, Ready, Region,
+    RegionKind,
+};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout_at};
+use tokio_stream::Stream;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+/// How long a client may take to say Hello after it opened the stream.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Messages that may wait for a client that does not read. One that lets them pile up is gone.
+const OUTBOUND: usize = 64;
+
+/// Answers Attach.
+#[derive(Debug)]
+pub(crate) struct CommunicatorService {
+    spec: Arc<ExecutorSpec>,
+    handle: Handle,
+}
+
+impl CommunicatorService {
+    pub(crate) fn new(spec: Arc<ExecutorSpec>, handle: Handle) -> Self {
+        Self { spec, handle }
+    }
+}
+
+#[tonic::async_trait]
+impl Communicator for CommunicatorService {
+    type AttachStream = Pin<Box<dyn Stream<Item = Result<AttachResponse, Status>> + Send>>;
+
+    async fn attach(
+        &self,
+        request: Request<Streaming<AttachRequest>>,
+    ) -> Result<Response<Self::AttachStream>, Status> {
+        let mut inbound = request.into_inner();
+        let hello = first_message(&mut inbound).await?;
+        let joined = self
+            .handle
+            .join(hello)
+            .await
+            .map_err(|stopped| stopped.to_status())?
+            .map_err(|error| error.to_status())?;
+        let (outbound, messages) = mpsc::channel(OUTBOUND);
+        let attachment = Attachment {
+            inbound,
+            outbound,
+            heartbeat_timeout: ms(self.spec.communicator.heartbeat_timeout_ms),
+        };
+        let (spec, handle) = (Arc::clone(&self.spec), self.handle.clone());
+        tokio::spawn(async move {
+            let session = joined.session;
+            let how = attachment.serve(&spec, joined).await;
+            handle.detach(session, how).await;
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(messages))))
+    }
+}
+
+async fn first_message(inbound: &mut Streaming<AttachRequest>) -> Result<Hello, Status> {
+    let first = tokio::time::timeout(HELLO_TIMEOUT, inbound.message())
+        .await
+        .map_err(|_| BadMessage("no Hello came within 5 s of Attach").to_status())??;
+    match first.and_then(|request| request.message) {
+        Some(FromRank::Hello(hello)) => Ok(hello),
+        Some(FromRank::Heartbeat(_) | FromRank::Leave(_)) | None => {
+            Err(BadMessage("the first message on Attach must be Hello").to_status())
+        }
+    }
+}
+
+struct Attachment {
+    inbound: Streaming<AttachRequest>,
+    outbound: mpsc::Sender<Result<AttachResponse, Status>>,
+    heartbeat_timeout: Duration,
+}
+
+impl Attachment {
+    /// Serves one rank until it is gone; says how it went.
+    async fn serve(mut self, spec: &ExecutorSpec, mut joined: JoinedAs) -> Gone {
+        if !self.send(ToRank::Joined(joined_message(spec, &joined))) {
+            return Gone::Disconnected;
+        }
+        let mut deadline = Instant::now() + self.heartbeat_timeout;
+        loop {
+            tokio::select! {
+                message = timeout_at(deadline, self.inbound.message()) => match message {
+                    Err(_) => {
+                        let silent = "no heartbeat came in time; join again";
+                        self.close(Status::aborted(silent));
+                        return Gone::Silent;
+                    }
+                    Ok(Err(_) | Ok(None)) => return Gone::Disconnected,
+                    Ok(Ok(Some(request))) => match request.message {
+                        Some(FromRank::Heartbeat(heartbeat)) => {
+                            deadline = Instant::now() + self.heartbeat_timeout;
+                            if !self.send(ToRank::Heartbeat(heartbeat)) {
+                                return Gone::Silent;
+                            }
+                        }
+                        Some(FromRank::Leave(_)) => return Gone::Left,
+                        Some(FromRank::Hello(_)) | None => {
+                            let bad = BadMessage("after Hello, only Heartbeat and Leave may follow");
+                            self.close(bad.to_status());
+                            return Gone::Disconnected;
+                        }
+                    },
+                },
+                Some(tell) = joined.told.recv() => {
+                    if !self.tell(tell) {
+                        return Gone::Silent;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Whether it could be sent: a client that lets messages pile up does not live.
+    fn send(&self, message: ToRank) -> bool {
+        let message = Some(message);
+        self.outbound
+            .try_send(Ok(AttachResponse { message }))
+            .is_ok()
+    }
+
+    fn close(&self, status: Status) {
+        // If the queue is full or closed, the client learns it from the end of the stream.
+        let _ = self.outbound.try_send(Err(status));
+    }
+
+    fn tell(&self, tell: Tell) -> bool {
+        match tell {
+            Tell::Ready { epoch, lane } => self.send(ToRank::Ready(Ready {
+                epoch,
+                lane: Lane::from(lane.lane) as i32,
+                reason: lane.reason,
+                backend: Backend::Host as i32,
+            })),
+            Tell::Ended(end) => {
+                let told = self.send(ToRank::Notice(Notice {
+                    kind: NoticeKind::Abort as i32,
+                    reason: end.to_string(),
+                    rank: end.cause.rank().map(Rank::get),
+                    epoch: end.epoch,
+                }));
+                // An epoch that never formed has nothing more to say to this rank.
+                if matches!(end.cause, crate::communicator::EndCause::JoinTimeout { .. }) {
+                    self.close(end.to_status());
+                }
+                told
+            }
+            Tell::Drain => self.send(ToRank::Notice(Notice {
+                kind: NoticeKind::Drain as i32,
+                reason: "the daemon is draining: finish and leave".to_owned(),
+                rank: None,
+                epoch: 0,
+            })),
+        }
+    }
+}
+
+fn joined_message(spec: &ExecutorSpec, joined: &JoinedAs) -> Joined {
+    let region = |kind: RegionKind, len_bytes| Region {
+        kind: kind as i32,
+        len_bytes,
+    };
+    Joined {
+        session: joined.session,
+        epoch: joined.epoch,
+        regions: vec![
+            region(RegionKind::Control, joined.control_len_bytes),
+            region(RegionKind::Arena, joined.arena_len_bytes),
+        ],
+        heartbeat_interval_ms: spec.communicator.heartbeat_interval_ms,
+        heartbeat_timeout_ms: spec.communicator.heartbeat_timeout_ms,
+        max_in_flight: spec.communicator.max_in_flight,
+        default_timeout_ms: spec.communicator.default_timeout_ms,
+    }
+}
+
+fn ms(ms: u32) -> Duration {
+    Duration::from_millis(u64::from(ms))
+}

@@ -1,0 +1,26 @@
+//! What daemon, client and kernels agree on: the protobuf messages, the vocabulary, the layout of
+//! windows, the protocol that passes their file descriptors, and the shape of errors.
+//!
+//! Owns no state and starts nothing. The daemon and the client call it; it depends on neither.
+
+pub mod companion;
+pub mod memory;
+pub mod status;
+mod types;
+pub mod v1;
+pub mod window;
+
+pub use types::{
+    Algorithm, Backend, BadCommunicatorId, BadRank, BadWorldSize, CommunicatorId, Dtype, Lane,
+    MAX_COMMUNICATOR_NAME_LEN, MAX_WORLD_SIZE, Op, Rank, UnknownName, WorldSize,
+};
+
+/// Version of the software, of daemon and client alike.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// Largest gRPC message either side accepts, in bytes. No message of the contract comes near it: data
+/// travels through windows. A larger one is answered OUT_OF_RANGE and touches no other connection.
+pub const MAX_MESSAGE_LEN_BYTES: usize = 64 * 1024;
+
+/// Longest path a Unix socket may have on Linux, in bytes (`sun_path` less its NUL).
+pub const MAX_SOCKET_PATH_LEN: usize = 107;

@@ -31,7 +31,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::{Channel, Endpoint};
@@ -78,6 +78,8 @@ pub(crate) struct Window {
 pub(crate) enum Errand {
     /// Give a buffer back.
     Release(u64),
+    /// Say when everything asked before is done.
+    Flush(oneshot::Sender<()>),
     /// Leave, then end.
     Leave,
 }
@@ -254,6 +256,10 @@ impl Member<'_> {
                         let session = window.joined.session;
                         // A session that is over has given all back.
                         let _ = buffers.release(ReleaseRequest { session, buffer_id }).await;
+                    }
+                    Some(Errand::Flush(done)) => {
+                        // Who waits may have given up.
+                        let _ = done.send(());
                     }
                     Some(Errand::Leave) | None => {
                         send(FromRank::Leave(Leave {}));

@@ -11,8 +11,8 @@ use allreduce_contract::memory::SealedMemory;
 use allreduce_contract::v1::buffers_client::BuffersClient;
 use allreduce_contract::v1::collectives_client::CollectivesClient;
 use allreduce_contract::v1::{
-    self, AllReduceRequest, AllReduceResponse, AllocateRequest, BufferRange, Event, PingRequest,
-    RegisterRequest,
+    self, AllReduceRequest, AllReduceResponse, AllocateRequest, BufferRange, ErrorCode, Event,
+    PingRequest, RegisterRequest,
 };
 use allreduce_contract::window::Settled;
 use allreduce_contract::{Algorithm, Backend, Lane, Op};
@@ -21,7 +21,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tonic::transport::Channel;
 
 /// Beyond a call's deadline, which the executor keeps: how long it may take to say so. An executor that
@@ -151,11 +151,15 @@ impl Communicator {
             })?;
         let session = self.session();
         let request = AllocateRequest { session, len_bytes };
-        let allocated = self
-            .buffers
-            .clone()
-            .allocate(request)
-            .await
+        let mut allocated = self.buffers.clone().allocate(request).await;
+        if let Err(status) = &allocated
+            && Refused::new(status).kind == ErrorCode::NoMemory
+        {
+            // Buffers dropped just now may still be on their way back.
+            self.flush().await;
+            allocated = self.buffers.clone().allocate(request).await;
+        }
+        let allocated = allocated
             .map_err(|status| buffer_error(&status))?
             .into_inner();
         let arena = Arc::clone(&self.window.arena);
@@ -169,6 +173,15 @@ impl Communicator {
             self.errands(),
         )
         .ok_or_else(|| BufferError::Window(format!("{allocated:?}")))
+    }
+
+    /// Waits until the executor has been told of every buffer dropped so far.
+    async fn flush(&self) {
+        let (done, flushed) = oneshot::channel();
+        if self.attachment.errands.send(Errand::Flush(done)).is_ok() {
+            // The thread may end instead: then there is nothing left to wait for.
+            let _ = flushed.await;
+        }
     }
 
     /// Makes the worker's own memory a buffer: as many whole elements as fit. The executor maps it; the

@@ -5,6 +5,7 @@
 
 mod backend;
 mod bench;
+mod children;
 pub mod cli;
 mod communicator;
 pub mod config;
@@ -18,3 +19,4 @@ pub mod private;
 mod rpc;
 mod status;
 mod supervisor;
+mod workload;

@@ -4,6 +4,7 @@
 //! it, and programs that want to run without a service. The child is this same executable, so main must
 //! begin with [`crate::cli::run_as_child`] (the `allreduced` binary knows its own subcommands).
 
+use crate::config::ENV_PREFIX;
 use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -42,7 +43,14 @@ impl PrivateDaemon {
     ) -> Result<Self, StartError> {
         let dir = fresh_dir()?;
         let socket = dir.join("d.sock");
-        let child = Command::new(executable)
+        let mut command = Command::new(executable);
+        // Variables that configure the node's daemon are not meant for this one.
+        for (name, _) in std::env::vars_os() {
+            if name.to_string_lossy().starts_with(ENV_PREFIX) {
+                command.env_remove(name);
+            }
+        }
+        let child = command
             .arg("serve")
             .arg("--until-stdin-closes")
             .arg("--socket")

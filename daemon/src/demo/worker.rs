@@ -1,0 +1,380 @@
+//! One rank of the demo: a process that reduces through the client crate, as a serving worker does.
+//!
+//! Owns the loop: fill, reduce (timed), check. It reads its [`WorkerSpec`] from standard input and
+//! prints one [`Report`] a line on standard output.
+
+use crate::demo::verify::{BitsOf, Sample, TensorId, fill, fingerprint, wrong_elements};
+use crate::workload::{ReductionSpec, Workload};
+use allreduce_client::blocking::{Client, Communicator};
+use allreduce_client::{
+    AllReduceError, AllReduceOptions, Buffer, BufferError, ConnectError, JoinError, JoinOptions,
+    bf16, f16,
+};
+use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op};
+use serde::{Deserialize, Serialize};
+use std::io::{BufRead, Write};
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// Bytes of buffers that a rank holds at once, unless a single tensor is larger. A step that needs more
+/// is done in batches; filling and checking happen between them, outside the times.
+const BATCH_BYTES: usize = 64 << 20;
+
+/// What a worker is told.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct WorkerSpec {
+    pub(crate) socket: PathBuf,
+    pub(crate) communicator: String,
+    pub(crate) rank: u32,
+    pub(crate) world_size: u32,
+    pub(crate) backend: Option<String>,
+    pub(crate) lane: Option<String>,
+    pub(crate) steps: u64,
+    pub(crate) seed: u64,
+    pub(crate) reductions: Vec<(String, String, usize)>,
+}
+
+/// What a worker says.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Report {
+    /// It joined.
+    Joined {
+        backend: String,
+        lane: String,
+        lane_reason: String,
+    },
+    /// It did a step.
+    Step {
+        step_us: f64,
+        reductions: Vec<ReductionReport>,
+    },
+    /// It is through, and has left.
+    Done,
+}
+
+/// One reduction of a step.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct ReductionReport {
+    pub(crate) us: f64,
+    pub(crate) algorithm: String,
+    /// Of the result's bits.
+    pub(crate) fingerprint: u64,
+    /// Elements that are wrong; none where another rank checks this reduction.
+    pub(crate) wrong: Option<usize>,
+}
+
+/// Why a worker gives up.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum WorkerError {
+    #[error("the worker's spec: {0}")]
+    Spec(String),
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error(transparent)]
+    Join(#[from] JoinError),
+    #[error(transparent)]
+    Buffer(#[from] BufferError),
+    #[error(transparent)]
+    AllReduce(#[from] AllReduceError),
+    #[error("standard output: {0}")]
+    Output(#[from] std::io::Error),
+}
+
+/// A buffer of any element type.
+enum AnyBuffer {
+    F32(Buffer<f32>),
+    F64(Buffer<f64>),
+    F16(Buffer<f16>),
+    Bf16(Buffer<bf16>),
+    I32(Buffer<i32>),
+    I64(Buffer<i64>),
+}
+
+/// Runs `$body` with `$buffer` bound to the typed buffer.
+macro_rules! typed {
+    ($any:expr, $buffer:ident => $body:expr) => {
+        match $any {
+            AnyBuffer::F32($buffer) => $body,
+            AnyBuffer::F64($buffer) => $body,
+            AnyBuffer::F16($buffer) => $body,
+            AnyBuffer::Bf16($buffer) => $body,
+            AnyBuffer::I32($buffer) => $body,
+            AnyBuffer::I64($buffer) => $body,
+        }
+    };
+}
+
+impl AnyBuffer {
+    fn allocate(communicator: &Communicator, spec: ReductionSpec) -> Result<Self, BufferError> {
+        let num_elems = spec.num_elems;
+        Ok(match spec.dtype {
+            Dtype::F32 => Self::F32(communicator.allocate(num_elems)?),
+            Dtype::F64 => Self::F64(communicator.allocate(num_elems)?),
+            Dtype::F16 => Self::F16(communicator.allocate(num_elems)?),
+            Dtype::Bf16 => Self::Bf16(communicator.allocate(num_elems)?),
+            Dtype::I32 => Self::I32(communicator.allocate(num_elems)?),
+            Dtype::I64 => Self::I64(communicator.allocate(num_elems)?),
+        })
+    }
+
+    fn fill(&mut self, id: TensorId, rank: u32) {
+        typed!(self, buffer => fill(buffer.as_mut_slice(), id, rank));
+    }
+
+    /// Reduces in place; the algorithm that did it.
+    fn reduce(
+        self,
+        communicator: &Communicator,
+        op: Op,
+    ) -> Result<(Self, Algorithm), AllReduceError> {
+        fn run<T: Sample>(
+            communicator: &Communicator,
+            buffer: Buffer<T>,
+            op: Op,
+            wrap: fn(Buffer<T>) -> AnyBuffer,
+        ) -> Result<(AnyBuffer, Algorithm), AllReduceError> {
+            let (buffer, reduction) =
+                communicator.all_reduce_with(buffer, op, AllReduceOptions::default())?;
+            Ok((wrap(buffer), reduction.algorithm))
+        }
+        match self {
+            Self::F32(buffer) => run(communicator, buffer, op, Self::F32),
+            Self::F64(buffer) => run(communicator, buffer, op, Self::F64),
+            Self::F16(buffer) => run(communicator, buffer, op, Self::F16),
+            Self::Bf16(buffer) => run(communicator, buffer, op, Self::Bf16),
+            Self::I32(buffer) => run(communicator, buffer, op, Self::I32),
+            Self::I64(buffer) => run(communicator, buffer, op, Self::I64),
+        }
+    }
+
+    fn wrong(&self, id: TensorId, world_size: u32, op: Op) -> usize {
+        fn count<T: Sample>(buffer: &Buffer<T>, id: TensorId, world_size: u32, op: Op) -> usize {
+            wrong_elements(buffer.as_slice(), id, world_size, op)
+        }
+        typed!(self, buffer => count(buffer, id, world_size, op))
+    }
+
+    fn fingerprint(&self) -> u64 {
+        fn of<T: Sample + BitsOf>(buffer: &Buffer<T>) -> u64 {
+            fingerprint(buffer.as_slice())
+        }
+        typed!(self, buffer => of(buffer))
+    }
+}
+
+/// Bytes that a reduction takes of an arena.
+fn arena_bytes(spec: &ReductionSpec) -> usize {
+    spec.len_bytes().next_multiple_of(256).max(256)
+}
+
+/// Cuts a step into batches that fit.
+fn batches(reductions: &[ReductionSpec]) -> Vec<&[ReductionSpec]> {
+    let mut batches = Vec::new();
+    let mut rest = reductions;
+    while !rest.is_empty() {
+        let mut bytes = 0;
+        let fitting = rest.iter().take_while(|spec| {
+            bytes += arena_bytes(spec);
+            bytes <= BATCH_BYTES
+        });
+        let count = fitting.count().max(1);
+        let (batch, after) = rest.split_at(count);
+        batches.push(batch);
+        rest = after;
+    }
+    batches
+}
+
+/// Runs a worker process.
+pub(crate) fn run() -> Result<(), WorkerError> {
+    let spec = read_spec()?;
+    let bad = |error: &dyn std::fmt::Display| WorkerError::Spec(error.to_string());
+    let reductions: Vec<ReductionSpec> = spec
+        .reductions
+        .iter()
+        .map(|(dtype, op, num_elems)| {
+            Ok(ReductionSpec {
+                dtype: dtype.parse().map_err(|error| bad(&error))?,
+                op: op.parse().map_err(|error| bad(&error))?,
+                num_elems: *num_elems,
+            })
+        })
+        .collect::<Result<_, WorkerError>>()?;
+    let batches = batches(&reductions);
+    let arena_len_bytes = batches
+        .iter()
+        .map(|batch| batch.iter().map(arena_bytes).sum::<usize>())
+        .max()
+        .unwrap_or(0)
+        // One more for the barrier's buffer.
+        + 256;
+    let mut options = JoinOptions::new(&spec.communicator, spec.rank, spec.world_size)
+        .arena_len_bytes(arena_len_bytes as u64)
+        .client_name(format!("demo-{}", spec.rank));
+    if let Some(backend) = &spec.backend {
+        let backend: Backend = backend.parse().map_err(|error| bad(&error))?;
+        options = options.backend(backend);
+    }
+    if let Some(lane) = &spec.lane {
+        let lane: Lane = lane.parse().map_err(|error| bad(&error))?;
+        options = options.lanes([lane]);
+    }
+    let communicator = Client::connect(&spec.socket)?.join(options)?;
+    print(&Report::Joined {
+        backend: communicator.backend().to_string(),
+        lane: communicator.lane().to_string(),
+        lane_reason: communicator.lane_reason().to_owned(),
+    })?;
+    let mut runner = Runner {
+        barrier: Some(communicator.allocate(0)?),
+        tensors: Vec::new(),
+        shape: Vec::new(),
+        communicator: &communicator,
+        spec: &spec,
+    };
+    for step in 0..spec.steps {
+        let report = runner.run_step(step, &batches)?;
+        print(&report)?;
+    }
+    drop(runner);
+    communicator.leave();
+    print(&Report::Done)?;
+    Ok(())
+}
+
+/// What lasts from step to step.
+struct Runner<'a> {
+    communicator: &'a Communicator,
+    spec: &'a WorkerSpec,
+    /// An empty tensor: reducing it is a barrier.
+    barrier: Option<Buffer<i32>>,
+    /// The last batch's tensors, for the next batch of the same shape.
+    tensors: Vec<AnyBuffer>,
+    shape: Vec<ReductionSpec>,
+}
+
+impl Runner<'_> {
+    fn run_step(&mut self, step: u64, batches: &[&[ReductionSpec]]) -> Result<Report, WorkerError> {
+        let mut reductions = Vec::new();
+        let mut step_us = 0.0;
+        for batch in batches {
+            let first = TensorId {
+                seed: self.spec.seed,
+                step,
+                reduction: reductions.len() as u64,
+            };
+            step_us += self.run_batch(first, batch, &mut reductions)?;
+        }
+        Ok(Report::Step {
+            step_us,
+            reductions,
+        })
+    }
+
+    /// Fills, waits for the others, reduces back to back, checks; the time of the reductions.
+    fn run_batch(
+        &mut self,
+        first: TensorId,
+        batch: &[ReductionSpec],
+        reports: &mut Vec<ReductionReport>,
+    ) -> Result<f64, WorkerError> {
+        let WorkerSpec {
+            rank, world_size, ..
+        } = *self.spec;
+        let ids = (first.reduction..).map(|reduction| TensorId { reduction, ..first });
+        if self.shape != batch {
+            self.tensors.clear();
+            self.shape = batch.to_vec();
+            for spec in batch {
+                let tensor = AnyBuffer::allocate(self.communicator, *spec)?;
+                self.tensors.push(tensor);
+            }
+        }
+        for (tensor, id) in self.tensors.iter_mut().zip(ids.clone()) {
+            tensor.fill(id, rank);
+        }
+        if let Some(barrier) = self.barrier.take() {
+            let reduced = self.communicator.all_reduce(barrier, Op::Sum);
+            self.barrier = Some(reduced.map_err(AllReduceError::from)?);
+        }
+        let mut done = Vec::with_capacity(batch.len());
+        let tensors = std::mem::take(&mut self.tensors);
+        let start = Instant::now();
+        let mut before = start;
+        for (tensor, spec) in tensors.into_iter().zip(batch) {
+            let (tensor, algorithm) = tensor.reduce(self.communicator, spec.op)?;
+            let after = Instant::now();
+            self.tensors.push(tensor);
+            done.push((algorithm, micros(before, after)));
+            before = after;
+        }
+        for (((algorithm, us), id), (tensor, spec)) in done
+            .into_iter()
+            .zip(ids)
+            .zip(self.tensors.iter().zip(batch))
+        {
+            // The ranks share the checking; the fingerprints say that what one checked is what all have.
+            let mine = id.reduction % u64::from(world_size) == u64::from(rank);
+            reports.push(ReductionReport {
+                us,
+                algorithm: algorithm.to_string(),
+                fingerprint: tensor.fingerprint(),
+                wrong: mine.then(|| tensor.wrong(id, world_size, spec.op)),
+            });
+        }
+        Ok(micros(start, before))
+    }
+}
+
+fn micros(from: Instant, to: Instant) -> f64 {
+    (to - from).as_secs_f64() * 1e6
+}
+
+fn read_spec() -> Result<WorkerSpec, WorkerError> {
+    let mut line = String::new();
+    std::io::stdin()
+        .lock()
+        .read_line(&mut line)
+        .map_err(|error| WorkerError::Spec(error.to_string()))?;
+    serde_json::from_str(&line).map_err(|error| WorkerError::Spec(error.to_string()))
+}
+
+fn print(report: &Report) -> Result<(), WorkerError> {
+    let mut line = serde_json::to_vec(report).map_err(std::io::Error::other)?;
+    line.push(b'\n');
+    let mut stdout = std::io::stdout().lock();
+    stdout.write_all(&line)?;
+    stdout.flush()?;
+    Ok(())
+}
+
+/// The spec's form of a workload.
+pub(crate) fn wire_reductions(workload: &Workload) -> Vec<(String, String, usize)> {
+    workload
+        .reductions
+        .iter()
+        .map(|spec| (spec.dtype.to_string(), spec.op.to_string(), spec.num_elems))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+    use super::*;
+
+    #[test]
+    fn batches_cover_a_step_and_fit() {
+        let spec = |bytes| ReductionSpec::new(Dtype::Bf16, Op::Sum, bytes).unwrap();
+        let step = [
+            spec(40 << 20),
+            spec(20 << 20),
+            spec(10 << 20),
+            spec(200 << 20),
+            spec(0),
+        ];
+        let cut = batches(&step);
+        let lengths: Vec<usize> = cut.iter().map(|batch| batch.len()).collect();
+        assert_eq!(lengths, [2, 1, 1, 1]);
+        assert_eq!(cut.concat(), step);
+    }
+}

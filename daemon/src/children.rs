@@ -6,7 +6,7 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{self, BufRead, BufReader, Write};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
@@ -32,6 +32,9 @@ enum Event {
 /// Running children that print messages of type `M`.
 pub(crate) struct Children<M> {
     children: Vec<Child>,
+    /// Open as long as this lives: a child that serves ends with it, even if this process is killed.
+    #[allow(dead_code)] // held, not used
+    lifetimes: Vec<ChildStdin>,
     events: mpsc::Receiver<(usize, Event)>,
     _messages: std::marker::PhantomData<M>,
 }
@@ -42,6 +45,7 @@ impl<M: DeserializeOwned> Children<M> {
         let (sender, events) = mpsc::channel();
         let mut started = Self {
             children: Vec::new(),
+            lifetimes: Vec::new(),
             events,
             _messages: std::marker::PhantomData,
         };
@@ -62,6 +66,7 @@ impl<M: DeserializeOwned> Children<M> {
                 .map_err(ChildError::Start)?;
             line.push(b'\n');
             stdin.write_all(&line).map_err(ChildError::Start)?;
+            started.lifetimes.push(stdin);
             let sender = sender.clone();
             std::thread::spawn(move || {
                 for line in BufReader::new(stdout).lines().map_while(Result::ok) {

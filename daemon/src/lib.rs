@@ -17,6 +17,8 @@ mod log;
 mod plan;
 pub mod private;
 mod rpc;
+mod spread;
 mod status;
 mod supervisor;
+mod wire;
 mod workload;

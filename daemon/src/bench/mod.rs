@@ -1,10 +1,423 @@
-//! stub while building
+//! `allreduced bench`: what a reduction costs here, beside peers measured in the same run.
+//!
+//! Owns the parent: a private daemon, the peers' processes, the rows. What a rank does is in [`peer`].
+//! It measures and prints; it judges nothing. Peers, as lanes of their own:
+//!
+//! | lane | what |
+//! | --- | --- |
+//! | `ping` | the null RPC, on the same socket, by all ranks at once |
+//! | `echo` | a null RPC to a bare tonic server in a process of its own, by all ranks at once |
+//! | `reduce` | the reduction alone: N sources to one destination, one thread, no IPC |
+//! | `memcpy` | copying (N + 1) / 2 times the bytes, which moves as much memory |
+
+mod peer;
+
+use crate::children::{ChildError, Children};
+use crate::private::{PrivateDaemon, StartError};
+use crate::spread::Spread;
+use crate::workload::{ReductionSpec, WorkloadError};
+use allreduce_contract::{Backend, BadWorldSize, Dtype, Lane, Op, WorldSize};
+use allreduce_kernels::{ReduceError, measure};
+use peer::{CaseReport, PeerReport, PeerSpec, RankSpec};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
+
+/// How long all peers may be silent.
+const SILENCE: Duration = Duration::from_secs(120);
+
+/// Arguments of `bench`.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Arguments {}
-pub(crate) fn run(_: &Arguments) -> ExitCode {
-    ExitCode::FAILURE
+pub(crate) struct Arguments {
+    /// World sizes, comma-separated.
+    #[arg(long, value_name = "N,..", value_delimiter = ',', default_values_t = [2, 4])]
+    world_size: Vec<u32>,
+    /// Tensor sizes in bytes, comma-separated.
+    #[arg(long, value_name = "B,..", value_delimiter = ',', default_values_t = [1024, 43_008, 262_144, 1 << 20, 16 << 20])]
+    bytes: Vec<u64>,
+    /// Element types, comma-separated.
+    #[arg(long, value_name = "D,..", value_delimiter = ',', default_values_t = [Dtype::Bf16, Dtype::F32])]
+    dtype: Vec<Dtype>,
+    /// Operator.
+    #[arg(long, value_name = "O", default_value_t = Op::Sum)]
+    op: Op,
+    /// Also measure echo with multi-thread runtimes: how the daemon's and the client's were chosen.
+    #[arg(long)]
+    runtimes: bool,
+    /// One JSON object instead of a table.
+    #[arg(long)]
+    json: bool,
 }
+
+#[derive(Debug, thiserror::Error)]
+enum BenchError {
+    #[error(transparent)]
+    WorldSize(#[from] BadWorldSize),
+    #[error(transparent)]
+    Workload(#[from] WorkloadError),
+    #[error(transparent)]
+    Start(#[from] StartError),
+    #[error(transparent)]
+    Child(#[from] ChildError),
+    #[error(transparent)]
+    Kernel(#[from] ReduceError),
+    #[error("a peer ended without a report")]
+    NoReport,
+}
+
+/// One line of the result.
+#[derive(Debug, Serialize)]
+struct Row {
+    backend: String,
+    lane: String,
+    world_size: u32,
+    bytes: u64,
+    dtype: String,
+    algorithm: String,
+    p50_us: f64,
+    p99_us: f64,
+    algbw_gbps: f64,
+    busbw_gbps: f64,
+    /// p50 over the p50 of this row's peer of the same run, where it has one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ratio: Option<f64>,
+    /// The peer's lane.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peer: Option<String>,
+}
+
+/// Resident memory, bytes.
+#[derive(Debug, Serialize)]
+struct Memory {
+    world_size: u32,
+    supervisor_rss_bytes: u64,
+    /// Without shared memory, which is the windows.
+    executor_rss_bytes: u64,
+    executor_window_rss_bytes: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct Outcome {
+    schema_version: u32,
+    rows: Vec<Row>,
+    memory: Vec<Memory>,
+}
+
+/// Runs `bench`.
+pub(crate) fn run(arguments: &Arguments) -> ExitCode {
+    match try_run(arguments) {
+        Ok(outcome) => {
+            if arguments.json {
+                match serde_json::to_string(&outcome) {
+                    Ok(line) => println!("{line}"),
+                    Err(error) => eprintln!("allreduced: {error}"),
+                }
+            } else {
+                print!("{}", outcome.table());
+            }
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("allreduced: bench: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs one process of the bench.
 pub(crate) fn run_peer() -> ExitCode {
-    ExitCode::FAILURE
+    match peer::run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("allreduced: bench peer: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn try_run(arguments: &Arguments) -> Result<Outcome, BenchError> {
+    let mut cases = Vec::new();
+    for dtype in &arguments.dtype {
+        for bytes in &arguments.bytes {
+            cases.push(ReductionSpec::new(*dtype, arguments.op, *bytes)?);
+        }
+    }
+    let mut rows = Vec::new();
+    let mut memory = Vec::new();
+    for world_size in &arguments.world_size {
+        let world_size = WorldSize::new(*world_size)?;
+        let (measured, used) = measure_rpc(world_size, &cases)?;
+        for (case, report) in cases.iter().zip(measured) {
+            rows.extend(rpc_rows(world_size, *case, report));
+        }
+        memory.push(used);
+        for case in &cases {
+            rows.extend(kernel_rows(world_size, *case)?);
+        }
+        if arguments.runtimes {
+            rows.extend(runtime_rows(world_size)?);
+        }
+    }
+    Ok(Outcome {
+        schema_version: 1,
+        rows,
+        memory,
+    })
+}
+
+/// Starts a bare echo server; it listens when this returns.
+fn start_echo(socket: &Path, multi_thread: bool) -> Result<Children<PeerReport>, BenchError> {
+    let spec = PeerSpec::Echo {
+        socket: socket.to_owned(),
+        multi_thread,
+    };
+    let echo = Children::start("bench-peer", &[spec])?;
+    match echo.next(SILENCE)? {
+        Ok((_, PeerReport::Listening)) => Ok(echo),
+        Ok((_, PeerReport::Cases(_) | PeerReport::Echoed(_))) | Err(_) => Err(BenchError::NoReport),
+    }
+}
+
+/// The reports of all ranks, merged case by case.
+fn measure_rpc(
+    world_size: WorldSize,
+    cases: &[ReductionSpec],
+) -> Result<(Vec<CaseReport>, Memory), BenchError> {
+    let daemon = PrivateDaemon::start(
+        Path::new("/proc/self/exe"),
+        &[],
+        &[("ALLREDUCED_LOG__LEVEL", "error")],
+    )?;
+    let echo_socket = daemon.socket().with_file_name("echo.sock");
+    let _echo = start_echo(&echo_socket, false)?;
+    let specs: Vec<PeerSpec> = world_size
+        .ranks()
+        .map(|rank| {
+            PeerSpec::Rank(RankSpec {
+                socket: daemon.socket().to_owned(),
+                echo_socket: echo_socket.clone(),
+                rank: rank.get(),
+                world_size: world_size.get(),
+                cases: cases
+                    .iter()
+                    .map(|case| (case.dtype.to_string(), case.op.to_string(), case.num_elems))
+                    .collect(),
+            })
+        })
+        .collect();
+    let ranks = Children::<PeerReport>::start("bench-peer", &specs)?;
+    let mut merged: Vec<CaseReport> = Vec::new();
+    let mut memory = None;
+    for _ in 0..specs.len() {
+        let reports = loop {
+            match ranks.next(SILENCE)? {
+                Ok((_, PeerReport::Cases(reports))) => break reports,
+                // Some rank is through with a case.
+                Ok((_, PeerReport::Listening | PeerReport::Echoed(_))) => {}
+                Err(rank) => return Err(ChildError::Ended(rank).into()),
+            }
+        };
+        // The ranks wait for each other before they leave, so the executor still holds its windows.
+        memory.get_or_insert_with(|| memory_of(world_size, daemon.pid()));
+        if merged.is_empty() {
+            merged = reports;
+        } else {
+            for (into, report) in merged.iter_mut().zip(reports) {
+                into.merge(report);
+            }
+        }
+    }
+    Ok((merged, memory.ok_or(BenchError::NoReport)?))
+}
+
+fn rpc_rows(world_size: WorldSize, case: ReductionSpec, mut report: CaseReport) -> Vec<Row> {
+    let rpc = Spread::of(&mut report.reduce_us);
+    let ping = Spread::of(&mut report.ping_us);
+    let echo = Spread::of(&mut report.echo_us);
+    let lane = Lane::Rpc.name();
+    vec![
+        row(world_size, case, lane, &report.algorithm, rpc).beside("ping", ping),
+        row(world_size, case, "ping", "none", ping).beside("echo", echo),
+        row(world_size, case, "echo", "none", echo),
+    ]
+}
+
+/// Iterations of a measurement that moves `bytes` each: as many as take a moment, no more.
+fn iterations(bytes: usize) -> usize {
+    ((512 << 20) / bytes.max(1)).clamp(15, 4000)
+}
+
+fn kernel_rows(world_size: WorldSize, case: ReductionSpec) -> Result<Vec<Row>, BenchError> {
+    let ReductionSpec { dtype, op, .. } = case;
+    let ranks = world_size.as_usize();
+    let iterations = iterations(case.len_bytes() * ranks);
+    let measured = measure::reduction_vs_memcpy(dtype, op, ranks, case.len_bytes(), iterations)?;
+    let spread = |p50, p99| Spread { p50, p99, max: p99 };
+    let reduce = spread(measured.reduce_us_p50, measured.reduce_us_p99);
+    let memcpy = spread(measured.memcpy_us_p50, measured.memcpy_us_p99);
+    Ok(vec![
+        row(world_size, case, "reduce", "one_shot", reduce).beside("memcpy", memcpy),
+        row(world_size, case, "memcpy", "none", memcpy),
+    ])
+}
+
+/// Echo with each kind of runtime on either side.
+fn runtime_rows(world_size: WorldSize) -> Result<Vec<Row>, BenchError> {
+    let mut rows: Vec<Row> = Vec::new();
+    for (lane, server, client) in [
+        ("echo/ct-ct", false, false),
+        ("echo/mt-ct", true, false),
+        ("echo/ct-mt", false, true),
+        ("echo/mt-mt", true, true),
+    ] {
+        let dir = PrivateDaemon::start(
+            Path::new("/proc/self/exe"),
+            &[],
+            &[("ALLREDUCED_LOG__LEVEL", "error")],
+        )?;
+        let socket: PathBuf = dir.socket().with_file_name("echo.sock");
+        let _echo = start_echo(&socket, server)?;
+        let spec = PeerSpec::EchoClient {
+            socket,
+            multi_thread: client,
+        };
+        let specs = vec![spec; world_size.as_usize()];
+        let clients = Children::<PeerReport>::start("bench-peer", &specs)?;
+        let mut samples = Vec::new();
+        let mut reported = vec![false; specs.len()];
+        while reported.contains(&false) {
+            match clients.next(SILENCE)? {
+                Ok((client, PeerReport::Echoed(us))) => {
+                    samples.extend(us);
+                    if let Some(reported) = reported.get_mut(client) {
+                        *reported = true;
+                    }
+                }
+                Err(client) if reported.get(client) == Some(&true) => {}
+                Ok((_, PeerReport::Cases(_) | PeerReport::Listening)) | Err(_) => {
+                    return Err(BenchError::NoReport);
+                }
+            }
+        }
+        let case = ReductionSpec::new(Dtype::F32, Op::Sum, 0)?;
+        rows.push(row(
+            world_size,
+            case,
+            lane,
+            "none",
+            Spread::of(&mut samples),
+        ));
+    }
+    Ok(rows)
+}
+
+fn row(
+    world_size: WorldSize,
+    case: ReductionSpec,
+    lane: &str,
+    algorithm: &str,
+    spread: Spread,
+) -> Row {
+    let ranks = f64::from(world_size.get());
+    let bytes = case.len_bytes() as u64;
+    let algbw_gbps = bytes as f64 / spread.p50.max(f64::MIN_POSITIVE) / 1000.0;
+    Row {
+        backend: Backend::Host.to_string(),
+        lane: lane.to_owned(),
+        world_size: world_size.get(),
+        bytes,
+        dtype: case.dtype.to_string(),
+        algorithm: algorithm.to_owned(),
+        p50_us: spread.p50,
+        p99_us: spread.p99,
+        algbw_gbps,
+        busbw_gbps: algbw_gbps * 2.0 * (ranks - 1.0) / ranks,
+        ratio: None,
+        peer: None,
+    }
+}
+
+impl Row {
+    fn beside(mut self, peer: &str, spread: Spread) -> Self {
+        self.ratio = Some(self.p50_us / spread.p50.max(f64::MIN_POSITIVE));
+        self.peer = Some(peer.to_owned());
+        self
+    }
+}
+
+/// A number of /proc/PID/status, which are in KiB; 0 if it cannot be read.
+fn status_bytes(pid: u32, field: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix(field));
+    let kib = line.and_then(|line| line.trim_start_matches(':').split_whitespace().next());
+    kib.and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) * 1024
+}
+
+fn memory_of(world_size: WorldSize, supervisor: u32) -> Memory {
+    let children =
+        std::fs::read_to_string(format!("/proc/{supervisor}/task/{supervisor}/children"))
+            .unwrap_or_default();
+    let executor = children.split_whitespace().find_map(|pid| pid.parse().ok());
+    let of = |field| executor.map_or(0, |pid| status_bytes(pid, field));
+    Memory {
+        world_size: world_size.get(),
+        supervisor_rss_bytes: status_bytes(supervisor, "VmRSS"),
+        executor_rss_bytes: of("VmRSS").saturating_sub(of("RssShmem")),
+        executor_window_rss_bytes: of("RssShmem"),
+    }
+}
+
+impl Outcome {
+    fn table(&self) -> String {
+        use std::fmt::Write;
+        let mut out = String::new();
+        // Writing to a String does not fail.
+        let _ = writeln!(
+            out,
+            "{:<8} {:<10} {:>2} {:>9} {:<5} {:<17} {:>10} {:>10} {:>8} {:>8}  ratio of p50",
+            "backend",
+            "lane",
+            "N",
+            "bytes",
+            "dtype",
+            "algorithm",
+            "p50 us",
+            "p99 us",
+            "alg GB/s",
+            "bus GB/s"
+        );
+        for row in &self.rows {
+            let ratio = match (&row.ratio, &row.peer) {
+                (Some(ratio), Some(peer)) => format!("{ratio:.2} x {peer}"),
+                (None, _) | (_, None) => String::new(),
+            };
+            let _ = writeln!(
+                out,
+                "{:<8} {:<10} {:>2} {:>9} {:<5} {:<17} {:>10.2} {:>10.2} {:>8.2} {:>8.2}  {ratio}",
+                row.backend,
+                row.lane,
+                row.world_size,
+                row.bytes,
+                row.dtype,
+                row.algorithm,
+                row.p50_us,
+                row.p99_us,
+                row.algbw_gbps,
+                row.busbw_gbps
+            );
+        }
+        for memory in &self.memory {
+            let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+            let _ = writeln!(
+                out,
+                "memory, N={}: supervisor {:.1} MiB, executor {:.1} MiB and windows {:.1} MiB",
+                memory.world_size,
+                mib(memory.supervisor_rss_bytes),
+                mib(memory.executor_rss_bytes),
+                mib(memory.executor_window_rss_bytes)
+            );
+        }
+        out
+    }
 }

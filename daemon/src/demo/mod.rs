@@ -9,6 +9,7 @@ mod worker;
 use crate::backend::host::Fault;
 use crate::children::{ChildError, Children};
 use crate::private::{PrivateDaemon, StartError};
+use crate::spread::{Spread, time};
 use crate::workload::{self, ReductionSpec, Workload, WorkloadError};
 use allreduce_contract::v1::admin_client::AdminClient;
 use allreduce_contract::v1::{CommunicatorStats, GetStatsRequest, ListCommunicatorsRequest};
@@ -385,30 +386,6 @@ impl Tally {
     }
 }
 
-/// Quantiles of samples, microseconds.
-#[derive(Debug, Clone, Copy, Serialize)]
-struct Spread {
-    p50: f64,
-    p99: f64,
-    max: f64,
-}
-
-impl Spread {
-    fn of(samples: &mut [f64]) -> Self {
-        samples.sort_by(f64::total_cmp);
-        let at = |quantile: f64| {
-            let rank = (samples.len() as f64 * quantile).ceil() as usize;
-            let index = rank.clamp(1, samples.len().max(1)) - 1;
-            samples.get(index).copied().unwrap_or(0.0)
-        };
-        Self {
-            p50: at(0.50),
-            p99: at(0.99),
-            max: at(1.0),
-        }
-    }
-}
-
 /// The reductions of one kind.
 #[derive(Debug, Serialize)]
 struct Kind {
@@ -545,15 +522,6 @@ impl Outcome {
     }
 }
 
-/// Microseconds in the unit that reads best.
-fn time(us: f64) -> String {
-    if us < 1000.0 {
-        format!("{us:.1} us")
-    } else {
-        format!("{:.2} ms", us / 1000.0)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -588,14 +556,5 @@ mod tests {
         }
         assert_eq!(tally.reductions(), 5);
         assert_eq!(tally.verified(), 2);
-    }
-
-    #[test]
-    fn spreads_are_nearest_rank_quantiles() {
-        let mut samples: Vec<f64> = (1..=100).rev().map(f64::from).collect();
-        let Spread { p50, p99, max } = Spread::of(&mut samples);
-        assert_eq!((p50, p99, max), (50.0, 99.0, 100.0));
-        assert_eq!(Spread::of(&mut []).p50, 0.0);
-        assert_eq!(Spread::of(&mut [7.0]).p99, 7.0);
     }
 }

@@ -4,6 +4,7 @@
 //! prints one [`Report`] a line on standard output.
 
 use crate::demo::verify::{BitsOf, Sample, TensorId, fill, fingerprint, wrong_elements};
+use crate::wire::{print_line, read_line};
 use crate::workload::{ReductionSpec, Workload};
 use allreduce_client::blocking::{Client, Communicator};
 use allreduce_client::{
@@ -12,7 +13,6 @@ use allreduce_client::{
 };
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op};
 use serde::{Deserialize, Serialize};
-use std::io::{BufRead, Write};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -187,7 +187,7 @@ fn batches(reductions: &[ReductionSpec]) -> Vec<&[ReductionSpec]> {
 
 /// Runs a worker process.
 pub(crate) fn run() -> Result<(), WorkerError> {
-    let spec = read_spec()?;
+    let spec: WorkerSpec = read_line().map_err(|error| WorkerError::Spec(error.to_string()))?;
     let bad = |error: &dyn std::fmt::Display| WorkerError::Spec(error.to_string());
     let reductions: Vec<ReductionSpec> = spec
         .reductions
@@ -220,7 +220,7 @@ pub(crate) fn run() -> Result<(), WorkerError> {
         options = options.lanes([lane]);
     }
     let communicator = Client::connect(&spec.socket)?.join(options)?;
-    print(&Report::Joined {
+    print_line(&Report::Joined {
         backend: communicator.backend().to_string(),
         lane: communicator.lane().to_string(),
         lane_reason: communicator.lane_reason().to_owned(),
@@ -234,11 +234,11 @@ pub(crate) fn run() -> Result<(), WorkerError> {
     };
     for step in 0..spec.steps {
         let report = runner.run_step(step, &batches)?;
-        print(&report)?;
+        print_line(&report)?;
     }
     drop(runner);
     communicator.leave();
-    print(&Report::Done)?;
+    print_line(&Report::Done)?;
     Ok(())
 }
 
@@ -328,24 +328,6 @@ impl Runner<'_> {
 
 fn micros(from: Instant, to: Instant) -> f64 {
     (to - from).as_secs_f64() * 1e6
-}
-
-fn read_spec() -> Result<WorkerSpec, WorkerError> {
-    let mut line = String::new();
-    std::io::stdin()
-        .lock()
-        .read_line(&mut line)
-        .map_err(|error| WorkerError::Spec(error.to_string()))?;
-    serde_json::from_str(&line).map_err(|error| WorkerError::Spec(error.to_string()))
-}
-
-fn print(report: &Report) -> Result<(), WorkerError> {
-    let mut line = serde_json::to_vec(report).map_err(std::io::Error::other)?;
-    line.push(b'\n');
-    let mut stdout = std::io::stdout().lock();
-    stdout.write_all(&line)?;
-    stdout.flush()?;
-    Ok(())
 }
 
 /// The spec's form of a workload.

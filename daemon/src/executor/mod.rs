@@ -15,10 +15,11 @@ use crate::config::{CommunicatorConfig, Host, Log};
 use crate::health::HealthTable;
 use crate::listen::{Access, ListenError, bind_seqpacket, bind_stream};
 use crate::rpc::executor_routes;
+use crate::wire::read_line;
 use allreduce_contract::WorldSize;
 use allreduce_contract::companion::TOKEN_LEN;
 use serde::{Deserialize, Serialize};
-use std::io::{self, BufRead, Write};
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -103,13 +104,7 @@ pub(crate) enum ExecutorError {
 
 /// Reads the spec, one line of JSON.
 pub(crate) fn read_spec() -> Result<ExecutorSpec, ExecutorError> {
-    let mut line = String::new();
-    io::stdin()
-        .lock()
-        .read_line(&mut line)
-        .map_err(ExecutorError::Spec)?;
-    let spec: ExecutorSpec = serde_json::from_str(&line)
-        .map_err(|error| ExecutorError::Spec(io::Error::other(error)))?;
+    let spec: ExecutorSpec = read_line().map_err(ExecutorError::Spec)?;
     WorldSize::new(spec.world_size)
         .map_err(|error| ExecutorError::Spec(io::Error::other(error)))?;
     Ok(spec)

@@ -1,0 +1,300 @@
+//! One process of the bench: a rank, a bare echo server, or a client of one.
+//!
+//! Owns the timed loops. A rank interleaves its reductions with pings and echoes, round by round, so
+//! that all three meet the same weather.
+
+use crate::wire::{print_line, read_line};
+use allreduce_client::blocking::{Client, Communicator};
+use allreduce_client::{
+    AllReduceError, AllReduceOptions, BufferError, ConnectError, Element, JoinError, JoinOptions,
+    Refused, bf16, f16,
+};
+use allreduce_contract::v1::collectives_client::CollectivesClient;
+use allreduce_contract::v1::collectives_server::{Collectives, CollectivesServer};
+use allreduce_contract::v1::{AllReduceRequest, AllReduceResponse, PingRequest, PingResponse};
+use allreduce_contract::{Dtype, Op, UnknownName};
+use serde::{Deserialize, Serialize};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::transport::{Channel, Endpoint, Server};
+use tonic::{Request, Response, Status};
+
+/// Rounds of a case: reductions, pings, echoes, in turn.
+const ROUNDS: usize = 10;
+/// Null calls of each kind in a round.
+const NULLS: usize = 100;
+/// Bytes that a round of reductions may move, all ranks together.
+const ROUND_BYTES: usize = 256 << 20;
+/// Round trips of an echo client.
+const ECHOES: usize = 3000;
+
+/// What a process of the bench is.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) enum PeerSpec {
+    Rank(RankSpec),
+    Echo { socket: PathBuf, multi_thread: bool },
+    EchoClient { socket: PathBuf, multi_thread: bool },
+}
+
+/// A rank of the bench.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct RankSpec {
+    pub(crate) socket: PathBuf,
+    pub(crate) echo_socket: PathBuf,
+    pub(crate) rank: u32,
+    pub(crate) world_size: u32,
+    /// dtype, op, elements.
+    pub(crate) cases: Vec<(String, String, usize)>,
+}
+
+/// What it says.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum PeerReport {
+    /// The echo server listens; or a rank is through with a case.
+    Listening,
+    Echoed(Vec<f64>),
+    Cases(Vec<CaseReport>),
+}
+
+/// Samples of one case, microseconds.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct CaseReport {
+    pub(crate) algorithm: String,
+    pub(crate) reduce_us: Vec<f64>,
+    pub(crate) ping_us: Vec<f64>,
+    pub(crate) echo_us: Vec<f64>,
+}
+
+impl CaseReport {
+    /// Adds another rank's samples.
+    pub(crate) fn merge(&mut self, other: Self) {
+        self.reduce_us.extend(other.reduce_us);
+        self.ping_us.extend(other.ping_us);
+        self.echo_us.extend(other.echo_us);
+    }
+}
+
+/// Why a peer gives up.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PeerError {
+    #[error("{0}")]
+    Io(#[from] std::io::Error),
+    #[error(transparent)]
+    Name(#[from] UnknownName),
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error(transparent)]
+    Join(#[from] JoinError),
+    #[error(transparent)]
+    Buffer(#[from] BufferError),
+    #[error(transparent)]
+    AllReduce(#[from] AllReduceError),
+    #[error(transparent)]
+    Ping(#[from] Refused),
+    #[error("echo: {0}")]
+    Echo(#[from] Box<Status>),
+    #[error("echo: {0}")]
+    Transport(#[from] tonic::transport::Error),
+}
+
+/// Runs a process of the bench.
+pub(crate) fn run() -> Result<(), PeerError> {
+    match read_line()? {
+        PeerSpec::Rank(spec) => run_rank(&spec),
+        PeerSpec::Echo {
+            socket,
+            multi_thread,
+        } => run_echo(&socket, multi_thread),
+        PeerSpec::EchoClient {
+            socket,
+            multi_thread,
+        } => {
+            let mut echo = EchoClient::dial(&socket, multi_thread)?;
+            echo.time(200)?;
+            let samples = echo.time(ECHOES)?;
+            Ok(print_line(&PeerReport::Echoed(samples))?)
+        }
+    }
+}
+
+fn runtime(multi_thread: bool) -> std::io::Result<tokio::runtime::Runtime> {
+    let mut builder = if multi_thread {
+        tokio::runtime::Builder::new_multi_thread()
+    } else {
+        tokio::runtime::Builder::new_current_thread()
+    };
+    builder.enable_all().build()
+}
+
+fn micros(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e6
+}
+
+/// A client of the bare server.
+struct EchoClient {
+    client: CollectivesClient<Channel>,
+    runtime: tokio::runtime::Runtime,
+}
+
+impl EchoClient {
+    fn dial(socket: &Path, multi_thread: bool) -> Result<Self, PeerError> {
+        let runtime = runtime(multi_thread)?;
+        let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display()))?;
+        let channel = runtime.block_on(endpoint.connect())?;
+        Ok(Self {
+            client: CollectivesClient::new(channel),
+            runtime,
+        })
+    }
+
+    fn time(&mut self, count: usize) -> Result<Vec<f64>, PeerError> {
+        let client = &mut self.client;
+        self.runtime.block_on(async {
+            let mut samples = Vec::with_capacity(count);
+            for _ in 0..count {
+                let start = Instant::now();
+                client.ping(PingRequest {}).await.map_err(Box::new)?;
+                samples.push(micros(start.elapsed()));
+            }
+            Ok(samples)
+        })
+    }
+}
+
+/// A tonic server with one method that does nothing, and nothing else.
+struct Bare;
+
+#[tonic::async_trait]
+impl Collectives for Bare {
+    async fn all_reduce(
+        &self,
+        _request: Request<AllReduceRequest>,
+    ) -> Result<Response<AllReduceResponse>, Status> {
+        Err(Status::unimplemented("this is the bench's echo server"))
+    }
+
+    async fn ping(&self, _request: Request<PingRequest>) -> Result<Response<PingResponse>, Status> {
+        Ok(Response::new(PingResponse {}))
+    }
+}
+
+/// Serves until standard input ends.
+fn run_echo(socket: &Path, multi_thread: bool) -> Result<(), PeerError> {
+    let runtime = runtime(multi_thread)?;
+    runtime.block_on(async {
+        let listener = tokio::net::UnixListener::bind(socket)?;
+        print_line(&PeerReport::Listening)?;
+        let server = Server::builder()
+            .add_service(CollectivesServer::new(Bare))
+            .serve_with_incoming(UnixListenerStream::new(listener));
+        let parent_gone = tokio::task::spawn_blocking(|| {
+            let mut ignored = Vec::new();
+            std::io::stdin().read_to_end(&mut ignored)
+        });
+        tokio::select! {
+            served = server => Ok(served?),
+            _ = parent_gone => Ok(()),
+        }
+    })
+}
+
+fn run_rank(spec: &RankSpec) -> Result<(), PeerError> {
+    let mut echo = EchoClient::dial(&spec.echo_socket, false)?;
+    let mut cases = Vec::new();
+    for (dtype, op, num_elems) in &spec.cases {
+        cases.push((dtype.parse::<Dtype>()?, op.parse::<Op>()?, *num_elems));
+    }
+    let largest = cases
+        .iter()
+        .map(|(dtype, _, num_elems)| dtype.size_bytes() * num_elems)
+        .max();
+    let options = JoinOptions::new("bench", spec.rank, spec.world_size)
+        .arena_len_bytes(largest.unwrap_or(0) as u64 + (1 << 16))
+        .client_name(format!("bench-{}", spec.rank));
+    let communicator = Client::connect(&spec.socket)?.join(options)?;
+    let mut reports = Vec::new();
+    for (dtype, op, num_elems) in cases {
+        let mut case = Case {
+            communicator: &communicator,
+            echo: &mut echo,
+            op,
+            num_elems,
+            world_size: spec.world_size as usize,
+        };
+        reports.push(match dtype {
+            Dtype::F32 => case.run::<f32>()?,
+            Dtype::F64 => case.run::<f64>()?,
+            Dtype::F16 => case.run::<f16>()?,
+            Dtype::Bf16 => case.run::<bf16>()?,
+            Dtype::I32 => case.run::<i32>()?,
+            Dtype::I64 => case.run::<i64>()?,
+        });
+        print_line(&PeerReport::Listening)?;
+    }
+    print_line(&PeerReport::Cases(reports))?;
+    // Until the parent has looked at the memory: it kills its children when it is through.
+    let mut ignored = Vec::new();
+    std::io::stdin().read_to_end(&mut ignored)?;
+    Ok(())
+}
+
+struct Case<'a> {
+    communicator: &'a Communicator,
+    echo: &'a mut EchoClient,
+    op: Op,
+    num_elems: usize,
+    world_size: usize,
+}
+
+impl Case<'_> {
+    fn barrier(&self) -> Result<(), PeerError> {
+        let empty = self.communicator.allocate::<i32>(0)?;
+        let reduced = self.communicator.all_reduce(empty, Op::Sum);
+        reduced.map_err(AllReduceError::from)?;
+        Ok(())
+    }
+
+    fn run<T: Element>(&mut self) -> Result<CaseReport, PeerError> {
+        let bytes = self.num_elems * size_of::<T>() * self.world_size;
+        let reductions = (ROUND_BYTES / bytes.max(1)).clamp(2, NULLS);
+        let mut buffer = self.communicator.allocate::<T>(self.num_elems)?;
+        let mut report = CaseReport {
+            algorithm: String::new(),
+            reduce_us: Vec::new(),
+            ping_us: Vec::new(),
+            echo_us: Vec::new(),
+        };
+        for round in 0..=ROUNDS {
+            self.barrier()?;
+            for _ in 0..reductions {
+                let start = Instant::now();
+                let options = AllReduceOptions::default();
+                let (reduced, reduction) = self
+                    .communicator
+                    .all_reduce_with(buffer, self.op, options)
+                    .map_err(AllReduceError::from)?;
+                let took = micros(start.elapsed());
+                buffer = reduced;
+                report.algorithm = reduction.algorithm.to_string();
+                report.reduce_us.push(took);
+            }
+            self.barrier()?;
+            for _ in 0..NULLS {
+                let start = Instant::now();
+                self.communicator.ping()?;
+                report.ping_us.push(micros(start.elapsed()));
+            }
+            self.barrier()?;
+            report.echo_us.extend(self.echo.time(NULLS)?);
+            if round == 0 {
+                // The first round warms up.
+                report.reduce_us.clear();
+                report.ping_us.clear();
+                report.echo_us.clear();
+            }
+        }
+        Ok(report)
+    }
+}

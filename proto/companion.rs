@@ -333,7 +333,7 @@ fn own(fd: RawFd) -> OwnedFd {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
     use super::*;
     use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
     use std::num::NonZeroUsize;

@@ -6,7 +6,7 @@
 
 use crate::buffer::{Buffer, Element};
 use crate::client::JoinOptions;
-use crate::communicator::{AllReduceOptions, Reduction};
+use crate::communicator::{AllReduceOptions, Outcome};
 use crate::error::{BufferError, ConnectError, Failed, JoinError, Refused, StillRunning};
 use allreduce_contract::memory::SealedMemory;
 use allreduce_contract::{Backend, Lane, Op};
@@ -134,7 +134,7 @@ impl Communicator {
         buffer: Buffer<T>,
         op: Op,
         options: AllReduceOptions,
-    ) -> Result<(Buffer<T>, Reduction), Box<Failed<Buffer<T>>>> {
+    ) -> Outcome<Buffer<T>> {
         self.runtime
             .block_on(self.communicator.all_reduce_with(buffer, op, options))
     }
@@ -143,14 +143,13 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Failed`].
-    #[allow(clippy::type_complexity)] // the pair of buffers, given and given back
     pub fn all_reduce_into<T: Element>(
         &self,
         src: Buffer<T>,
         dst: Buffer<T>,
         op: Op,
         options: AllReduceOptions,
-    ) -> Result<((Buffer<T>, Buffer<T>), Reduction), Box<Failed<(Buffer<T>, Buffer<T>)>>> {
+    ) -> Outcome<(Buffer<T>, Buffer<T>)> {
         self.runtime
             .block_on(self.communicator.all_reduce_into(src, dst, op, options))
     }

@@ -50,6 +50,9 @@ pub struct Reduction {
     pub last_rank: u32,
 }
 
+/// The buffers of a reduction come back in either case: with how it went, or with why it did not.
+pub type Outcome<B> = Result<(B, Reduction), Box<Failed<B>>>;
+
 /// One rank's membership of one epoch of a communicator. Dropping it leaves.
 ///
 /// All ranks must make the same calls in the same order. Calls may overlap (up to the daemon's
@@ -273,7 +276,7 @@ impl Communicator {
         buffer: Buffer<T>,
         op: Op,
         options: AllReduceOptions,
-    ) -> Result<(Buffer<T>, Reduction), Box<Failed<Buffer<T>>>> {
+    ) -> Outcome<Buffer<T>> {
         let id = buffer.id();
         let (session, num_elems) = (buffer.session(), buffer.len());
         let request = self.request::<T>(&[session], [id, id], num_elems, op, &options);
@@ -290,7 +293,7 @@ impl Communicator {
         dst: Buffer<T>,
         op: Op,
         options: AllReduceOptions,
-    ) -> Result<((Buffer<T>, Buffer<T>), Reduction), Box<Failed<(Buffer<T>, Buffer<T>)>>> {
+    ) -> Outcome<(Buffer<T>, Buffer<T>)> {
         let num_elems = src.len().min(dst.len());
         let sessions = [src.session(), dst.session()];
         let mut request =
@@ -357,7 +360,7 @@ impl Communicator {
         buffers: B,
         request: Result<AllReduceRequest, AllReduceError>,
         options: &AllReduceOptions,
-    ) -> Result<(B, Reduction), Box<Failed<B>>> {
+    ) -> Outcome<B> {
         let failed = |error, buffers| Box::new(Failed { error, buffers });
         let mut request = match request {
             Ok(request) => request,

@@ -35,7 +35,7 @@ pub use allreduce_contract::memory::{MemoryError, SealedMemory};
 pub use allreduce_contract::{Algorithm, Backend, CommunicatorId, Dtype, Lane, Op};
 pub use buffer::{Buffer, Element};
 pub use client::{Client, JoinOptions, default_socket};
-pub use communicator::{AllReduceOptions, Communicator, Reduction};
+pub use communicator::{AllReduceOptions, Communicator, Outcome, Reduction};
 pub use error::{
     AllReduceError, BufferError, ConnectError, EpochEnd, Failed, JoinError, Refused, StillRunning,
 };

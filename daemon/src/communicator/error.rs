@@ -207,6 +207,14 @@ impl EndCause {
         }
     }
 
+    /// Whether nothing went wrong: a rank said that it leaves.
+    pub(crate) fn is_orderly(&self) -> bool {
+        match self {
+            EndCause::RankGone { how, .. } => *how == Gone::Left,
+            EndCause::Timeout { .. } | EndCause::JoinTimeout { .. } => false,
+        }
+    }
+
     /// The ranks that were waited for.
     pub(crate) fn missing(&self) -> &[Rank] {
         match self {

@@ -28,7 +28,7 @@ pub(crate) use error::{
     BufferError, CallError, EndCause, EpochEnd, Gone, JoinError, REGISTER_ALIGN_BYTES, Side,
 };
 pub(crate) use rendezvous::{Place, Signature};
-pub(crate) use stats::{Quantiles, RankStats, Stats};
+pub(crate) use stats::{Count, Quantiles, RankStats, ReductionKind, Stats};
 
 use crate::plan::{LaneChoice, Plan, PlanRequest, plan};
 use allreduce_contract::v1::BadEnum;

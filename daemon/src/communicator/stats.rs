@@ -53,6 +53,9 @@ impl Durations {
     }
 }
 
+/// What reductions are counted by.
+pub(crate) type ReductionKind = (Dtype, Op, Lane, Algorithm);
+
 /// Reductions of one kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Count {
@@ -71,7 +74,7 @@ pub(crate) struct RankStats {
 /// A communicator's counters since the executor's start.
 #[derive(Debug)]
 pub(crate) struct Stats {
-    pub(crate) reductions: BTreeMap<(Dtype, Op, Lane, Algorithm), Count>,
+    pub(crate) reductions: BTreeMap<ReductionKind, Count>,
     pub(crate) reduction: Durations,
     pub(crate) skew: Durations,
     pub(crate) ranks: Vec<RankStats>,
@@ -136,7 +139,7 @@ impl Stats {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
     use super::*;
 
     #[test]

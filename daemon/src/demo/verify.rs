@@ -210,10 +210,7 @@ pub(crate) fn wrong_elements<T: Sample>(
 }
 
 /// A hash of a result's bits, to compare ranks by.
-pub(crate) fn fingerprint<T: Sample>(result: &[T]) -> u64
-where
-    T: BitsOf,
-{
+pub(crate) fn fingerprint<T: BitsOf>(result: &[T]) -> u64 {
     let mut hasher = DefaultHasher::new();
     for value in result {
         hasher.write_u64(value.bits());

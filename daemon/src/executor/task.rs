@@ -6,8 +6,8 @@
 
 use crate::backend::host::{Fault, Job, Pool, Window};
 use crate::communicator::{
-    BufferError, Call, CallError, Communicator, Effect, EpochEnd, Gone, JoinError, Joining, Launch,
-    Quantiles, RankStats, Reduced, SessionInfo, Settings, Stats,
+    BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, JoinError, Joining,
+    Launch, Quantiles, RankStats, Reduced, ReductionKind, SessionInfo, Settings, Stats,
 };
 use crate::executor::ExecutorSpec;
 use crate::plan::{LaneChoice, choose_lane};
@@ -15,7 +15,7 @@ use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
 use allreduce_contract::memory::{MemoryError, SealedMemory};
 use allreduce_contract::v1::{ErrorCode, Hello};
 use allreduce_contract::window::ABI_VERSION;
-use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, Rank};
+use allreduce_contract::{Algorithm, Backend, Lane, Rank};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -45,7 +45,7 @@ pub(crate) struct JoinedAs {
 pub(crate) struct StatsReport {
     pub(crate) epoch: u64,
     pub(crate) lane: Option<LaneChoice>,
-    pub(crate) reductions: Vec<((Dtype, Op, Lane, Algorithm), u64, u64)>,
+    pub(crate) reductions: Vec<(ReductionKind, Count)>,
     pub(crate) reduction: Quantiles,
     pub(crate) skew: Quantiles,
     pub(crate) ranks: Vec<RankReport>,
@@ -586,7 +586,11 @@ impl Task {
                 }
             }
             Effect::Ended { session, end } => {
-                tracing::warn!(session, epoch = end.epoch, cause = %end.cause, "epoch ended");
+                if end.cause.is_orderly() {
+                    tracing::info!(session, epoch = end.epoch, cause = %end.cause, "epoch ended");
+                } else {
+                    tracing::warn!(session, epoch = end.epoch, cause = %end.cause, "epoch ended");
+                }
                 if let Some(window) = self.windows.get(&session) {
                     window.control.set_ended();
                 }
@@ -684,7 +688,7 @@ impl Task {
             lane: self.communicator.lane().cloned(),
             reductions: reductions
                 .iter()
-                .map(|(kind, count)| (*kind, count.operations, count.bytes))
+                .map(|(kind, count)| (*kind, *count))
                 .collect(),
             reduction: reduction.quantiles(),
             skew: skew.quantiles(),

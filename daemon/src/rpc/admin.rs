@@ -167,16 +167,14 @@ fn stats_message(spec: &ExecutorSpec, report: StatsReport) -> CommunicatorStats 
         reductions: report
             .reductions
             .into_iter()
-            .map(
-                |((dtype, op, lane, algorithm), operations, bytes)| ReductionCount {
-                    dtype: v1::Dtype::from(dtype) as i32,
-                    op: v1::Op::from(op) as i32,
-                    lane: v1::Lane::from(lane) as i32,
-                    algorithm: v1::Algorithm::from(algorithm) as i32,
-                    operations,
-                    bytes,
-                },
-            )
+            .map(|((dtype, op, lane, algorithm), count)| ReductionCount {
+                dtype: v1::Dtype::from(dtype) as i32,
+                op: v1::Op::from(op) as i32,
+                lane: v1::Lane::from(lane) as i32,
+                algorithm: v1::Algorithm::from(algorithm) as i32,
+                operations: count.operations,
+                bytes: count.bytes,
+            })
             .collect(),
         reduction_us: quantiles(report.reduction),
         skew_us: quantiles(report.skew),

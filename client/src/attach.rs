@@ -98,6 +98,7 @@ pub(crate) struct Attachment {
     pub(crate) errands: mpsc::UnboundedSender<Errand>,
     pub(crate) membership: watch::Receiver<Membership>,
     pub(crate) draining: watch::Receiver<bool>,
+    leaving: watch::Sender<bool>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
@@ -107,6 +108,7 @@ impl Attachment {
         let (errands, todo) = mpsc::unbounded_channel();
         let (state, membership) = watch::channel(Membership::Joining);
         let (drain, draining) = watch::channel(false);
+        let (leaving, told_to_leave) = watch::channel(false);
         let thread = std::thread::Builder::new()
             .name("allreduce-attach".to_owned())
             .spawn(move || {
@@ -114,22 +116,34 @@ impl Attachment {
                     .enable_all()
                     .build();
                 let over = match runtime {
-                    Ok(runtime) => runtime.block_on(
-                        Member {
+                    Ok(runtime) => runtime.block_on(async {
+                        let member = Member {
                             at,
                             state: &state,
                             drain,
+                        };
+                        tokio::select! {
+                            over = member.run(hello, todo) => over,
+                            // Whatever it is stuck in, an executor that does not answer say.
+                            () = cut_off(told_to_leave) => Over::Left,
                         }
-                        .run(hello, todo),
-                    ),
+                    }),
                     Err(error) => Over::Lost(error.to_string()),
                 };
-                state.send_replace(Membership::Over(over));
+                // What ended it first stays the reason.
+                state.send_if_modified(|state| {
+                    let first = !matches!(state, Membership::Over(_));
+                    if first {
+                        *state = Membership::Over(over);
+                    }
+                    first
+                });
             })?;
         Ok(Self {
             errands,
             membership,
             draining,
+            leaving,
             thread: Some(thread),
         })
     }
@@ -138,8 +152,9 @@ impl Attachment {
     pub(crate) fn leave(&mut self) {
         // A thread that is over has left.
         let _ = self.errands.send(Errand::Leave);
+        self.leaving.send_replace(true);
         if let Some(thread) = self.thread.take() {
-            // It ends within LEAVE_TIMEOUT; a panic there has been printed.
+            // It ends within LEAVE_TIMEOUT (see cut_off); a panic there has been printed.
             let _ = thread.join();
         }
     }
@@ -149,6 +164,13 @@ impl Drop for Attachment {
     fn drop(&mut self) {
         self.leave();
     }
+}
+
+/// Ends [`LEAVE_TIMEOUT`] after the worker wants to leave.
+async fn cut_off(mut told_to_leave: watch::Receiver<bool>) {
+    // The sender is dropped only after it has said so.
+    let _ = told_to_leave.wait_for(|leaving| *leaving).await;
+    tokio::time::sleep(LEAVE_TIMEOUT).await;
 }
 
 struct Member<'a> {
@@ -254,8 +276,11 @@ impl Member<'_> {
                     Some(Errand::Release(buffer_id)) => {
                         let Some(window) = &window else { continue };
                         let session = window.joined.session;
-                        // A session that is over has given all back.
-                        let _ = buffers.release(ReleaseRequest { session, buffer_id }).await;
+                        let release = buffers.release(ReleaseRequest { session, buffer_id });
+                        // A refusal says that it was given back before, or with the session.
+                        if tokio::time::timeout(timeout, release).await.is_err() {
+                            return lost("the executor does not answer");
+                        }
                     }
                     Some(Errand::Flush(done)) => {
                         // Who waits may have given up.

@@ -162,7 +162,10 @@ impl Client {
         options: &JoinOptions,
         deadline: Instant,
     ) -> Result<Communicator, Attempt> {
-        let opened = self.open(options).await?;
+        let opened = match tokio::time::timeout_at(deadline, self.open(options)).await {
+            Ok(opened) => opened?,
+            Err(_) => return Err(Attempt::Again("the daemon does not answer Open".to_owned())),
+        };
         let token = <[u8; TOKEN_LEN]>::try_from(opened.token.as_slice()).map_err(|_| {
             Attempt::Again("the daemon answered a token of another length".to_owned())
         })?;

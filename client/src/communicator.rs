@@ -154,13 +154,13 @@ impl Communicator {
             })?;
         let session = self.session();
         let request = AllocateRequest { session, len_bytes };
-        let mut allocated = self.buffers.clone().allocate(request).await;
+        let mut allocated = bounded(self.buffers.clone().allocate(request)).await;
         if let Err(status) = &allocated
             && Refused::new(status).kind == ErrorCode::NoMemory
         {
             // Buffers dropped just now may still be on their way back.
             self.flush().await;
-            allocated = self.buffers.clone().allocate(request).await;
+            allocated = bounded(self.buffers.clone().allocate(request)).await;
         }
         let allocated = allocated
             .map_err(|status| buffer_error(&status))?
@@ -223,15 +223,13 @@ impl Communicator {
             Err(reason) => return Err(BufferError::ExecutorLost(reason)),
         };
         let num_elems = memory_len_bytes / size_of::<T>();
-        let registered = self
-            .buffers
-            .clone()
-            .register(RegisterRequest {
-                session,
-                memory_handle,
-                offset_bytes: 0,
-                len_bytes: (num_elems * size_of::<T>()) as u64,
-            })
+        let request = RegisterRequest {
+            session,
+            memory_handle,
+            offset_bytes: 0,
+            len_bytes: (num_elems * size_of::<T>()) as u64,
+        };
+        let registered = bounded(self.buffers.clone().register(request))
             .await
             .map_err(|status| buffer_error(&status))?
             .into_inner();
@@ -418,7 +416,7 @@ impl Communicator {
     /// # Errors
     /// [`Refused`].
     pub async fn ping(&self) -> Result<(), Refused> {
-        match self.collectives.clone().ping(PingRequest {}).await {
+        match bounded(self.collectives.clone().ping(PingRequest {})).await {
             Ok(_) => Ok(()),
             Err(status) => Err(Refused::new(&status)),
         }
@@ -479,6 +477,19 @@ async fn answer(
         () = tokio::time::sleep(limit) => Err(AllReduceError::ExecutorLost(format!(
             "no answer within {} ms",
             limit.as_millis()
+        ))),
+    }
+}
+
+/// An answer within [`ANSWER_GRACE`]: a hung executor is reported like a dead one.
+async fn bounded<R>(
+    answer: impl Future<Output = Result<R, tonic::Status>>,
+) -> Result<R, tonic::Status> {
+    match tokio::time::timeout(ANSWER_GRACE, answer).await {
+        Ok(answer) => answer,
+        Err(_) => Err(tonic::Status::unavailable(format!(
+            "no answer within {} ms",
+            ANSWER_GRACE.as_millis()
         ))),
     }
 }

@@ -77,6 +77,11 @@ impl Window {
         self.handed.insert(handle, Arc::new(mapping));
     }
 
+    /// Unmaps a memory that the rank handed over, as soon as no job holds it.
+    pub(crate) fn forget(&mut self, handle: u64) {
+        self.handed.remove(&handle);
+    }
+
     fn mapping(&self, memory: u64) -> Option<&Arc<Mapping>> {
         if memory == ARENA {
             Some(&self.arena)

@@ -130,7 +130,9 @@ pub(crate) enum Effect<T> {
     },
     /// The epoch of this session is over and none of its memory is in use: tell it.
     Ended { session: u64, end: EpochEnd },
-    /// Nothing refers to this session's memory any more.
+    /// Nothing refers to this memory, which the session handed over, any more.
+    ForgetMemory { session: u64, memory: u64 },
+    /// Nothing refers to any of this session's memory any more.
     Forget { session: u64 },
 }
 
@@ -183,22 +185,33 @@ impl Session {
         }
     }
 
-    fn settle_buffer(&mut self, buffer_id: u64) {
-        let Some(buffer) = self.buffers.get_mut(&buffer_id) else {
-            return;
-        };
+    /// A call that names the buffer is answered; as [`Self::free`] if it was given back meanwhile.
+    fn settle_buffer(&mut self, buffer_id: u64) -> Option<u64> {
+        let buffer = self.buffers.get_mut(&buffer_id)?;
         buffer.users = buffer.users.saturating_sub(1);
-        if buffer.users == 0 && buffer.released {
-            let buffer = *buffer;
-            self.buffers.remove(&buffer_id);
-            self.free(buffer);
+        if buffer.users > 0 || !buffer.released {
+            return None;
         }
+        let buffer = self.buffers.remove(&buffer_id)?;
+        self.free(buffer)
     }
 
-    fn free(&mut self, buffer: Buffer) {
+    /// Takes back the bytes of a buffer that is no longer in the table. The handle of a memory that was
+    /// handed over, if this was the last buffer in it.
+    fn free(&mut self, buffer: Buffer) -> Option<u64> {
         if buffer.memory == ARENA {
             self.arena.release(buffer.offset_bytes, buffer.len_bytes);
+            return None;
         }
+        let in_use = self
+            .buffers
+            .values()
+            .any(|other| other.memory == buffer.memory);
+        if in_use {
+            return None;
+        }
+        self.memories.remove(&buffer.memory);
+        Some(buffer.memory)
     }
 }
 
@@ -608,9 +621,10 @@ impl<T> Communicator<T> {
             buffer.released = true;
             return Ok(());
         }
-        let buffer = *buffer;
-        found.buffers.remove(&buffer_id);
-        found.free(buffer);
+        let buffer = found.buffers.remove(&buffer_id).ok_or(unknown)?;
+        if let Some(memory) = found.free(buffer) {
+            self.effects.push(Effect::ForgetMemory { session, memory });
+        }
         Ok(())
     }
 
@@ -849,9 +863,15 @@ impl<T> Communicator<T> {
     fn answer(&mut self, arrival: Arrival<T>, result: Result<Reduced, CallError>) {
         if let Some(session) = self.sessions.get_mut(&arrival.session) {
             session.unanswered.remove(&arrival.sequence);
-            session.settle_buffer(arrival.src.buffer_id);
-            session.settle_buffer(arrival.dst.buffer_id);
+            let forgotten =
+                [arrival.src, arrival.dst].map(|place| session.settle_buffer(place.buffer_id));
             let sequence = session.done();
+            for memory in forgotten.into_iter().flatten() {
+                self.effects.push(Effect::ForgetMemory {
+                    session: arrival.session,
+                    memory,
+                });
+            }
             self.effects.push(Effect::Done {
                 session: arrival.session,
                 sequence,

@@ -415,16 +415,25 @@ fn buffers_belong_to_sessions_and_wait_for_calls() {
         assert!(result.is_err(), "{offset} {length}");
     }
     assert!(harness.communicator.register(one, handle, 0, 8).is_err());
-    for _ in 0..2 {
-        harness
-            .communicator
-            .register(other, handle, 16, 984)
-            .unwrap();
-    }
+    let registered = [0, 1].map(|_| {
+        let communicator = &mut harness.communicator;
+        communicator.register(other, handle, 16, 984).unwrap()
+    });
     assert!(matches!(
         harness.communicator.register(other, handle, 0, 8),
         Err(BufferError::Limit { limit: 3, .. })
     ));
+    // The memory goes with its last buffer.
+    harness.communicator.take_effects();
+    for (buffer, expected) in registered.into_iter().zip([0, 1]) {
+        harness.communicator.release(other, buffer).unwrap();
+        let effects = harness.communicator.take_effects();
+        let forgotten = effects
+            .iter()
+            .filter(|effect| matches!(effect, Effect::ForgetMemory { .. }));
+        assert_eq!(forgotten.count(), expected);
+    }
+    assert!(harness.communicator.register(other, handle, 0, 8).is_err());
 }
 
 #[derive(Debug, Clone)]
@@ -459,7 +468,11 @@ proptest! {
                 match effect {
                     Effect::Reply { reply_to, .. } => *answers.entry(reply_to).or_default() += 1,
                     Effect::Launch(launch) => launched.push(launch),
-                    Effect::Done { .. } | Effect::Ready { .. } | Effect::Ended { .. } | Effect::Forget { .. } => {}
+                    Effect::Done { .. }
+                    | Effect::Ready { .. }
+                    | Effect::Ended { .. }
+                    | Effect::ForgetMemory { .. }
+                    | Effect::Forget { .. } => {}
                 }
             }
         };

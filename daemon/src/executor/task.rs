@@ -596,6 +596,11 @@ impl Task {
                 }
                 self.tell(session, Tell::Ended(end));
             }
+            Effect::ForgetMemory { session, memory } => {
+                if let Some(window) = self.windows.get_mut(&session) {
+                    window.forget(memory);
+                }
+            }
             Effect::Forget { session } => {
                 tracing::info!(session, "rank gone, its window is freed");
                 self.windows.remove(&session);

@@ -3,7 +3,7 @@
 //! Owns one task for each Attach: it joins the rank, answers its heartbeats, passes on what the
 //! communicator tells, and detaches the rank when the stream ends for whatever reason.
 
-use crate::communicator::Gone;
+use crate::communicator::{EndCause, Gone};
 use crate::executor::{ExecutorSpec, Handle, JoinedAs, Tell};
 use crate::rpc::ToStatus;
 use crate::rpc::status::BadMessage;
@@ -154,19 +154,17 @@ impl Attachment {
                 reason: lane.reason,
                 backend: Backend::Host as i32,
             })),
-            Tell::Ended(end) => {
-                let told = self.send(ToRank::Notice(Notice {
-                    kind: NoticeKind::Abort as i32,
-                    reason: end.to_string(),
-                    rank: end.cause.rank().map(Rank::get),
-                    epoch: end.epoch,
-                }));
-                // An epoch that never formed has nothing more to say to this rank.
-                if matches!(end.cause, crate::communicator::EndCause::JoinTimeout { .. }) {
-                    self.close(end.to_status());
-                }
-                told
+            // An epoch that never formed has nothing more to say to this rank.
+            Tell::Ended(end) if matches!(end.cause, EndCause::JoinTimeout { .. }) => {
+                self.close(end.to_status());
+                true
             }
+            Tell::Ended(end) => self.send(ToRank::Notice(Notice {
+                kind: NoticeKind::Abort as i32,
+                reason: end.to_string(),
+                rank: end.cause.rank().map(Rank::get),
+                epoch: end.epoch,
+            })),
             Tell::Drain => self.send(ToRank::Notice(Notice {
                 kind: NoticeKind::Drain as i32,
                 reason: "the daemon is draining: finish and leave".to_owned(),

@@ -10,7 +10,7 @@
 //!      +-----------------+----------------+----------------+--> Over (refused, ended, lost, left)
 //! ```
 
-use crate::error::{EpochEnd, Refused};
+use crate::error::{EpochEnd, Refused, connection_ended};
 use allreduce_contract::companion::{Kind, Reply, Request, TOKEN_LEN};
 use allreduce_contract::memory::{Mapping, SealedMemory};
 use allreduce_contract::v1::attach_request::Message as FromRank;
@@ -303,7 +303,7 @@ impl Member<'_> {
 fn refused_or_lost(status: &tonic::Status) -> Over {
     let refused = Refused::new(status);
     if refused.is_transport() {
-        Over::Lost(refused.message)
+        Over::Lost(connection_ended(&refused))
     } else {
         Over::Refused(refused)
     }

@@ -5,7 +5,7 @@
 
 use crate::attach::{Attachment, Errand, ExecutorAt, Membership, Over, Window, exchange};
 use crate::buffer::{Buffer, Element};
-use crate::error::{AllReduceError, BufferError, Failed, Refused, StillRunning};
+use crate::error::{AllReduceError, BufferError, Failed, Refused, StillRunning, connection_ended};
 use allreduce_contract::companion::{Kind, Reply, Request};
 use allreduce_contract::memory::SealedMemory;
 use allreduce_contract::v1::buffers_client::BuffersClient;
@@ -37,6 +37,23 @@ pub struct AllReduceOptions {
     pub timeout: Option<Duration>,
 }
 
+impl AllReduceOptions {
+    /// Only the first `num_elems` elements: for one buffer that serves tensors of several lengths.
+    pub fn prefix(num_elems: usize) -> Self {
+        Self {
+            range: Some(0..num_elems),
+            timeout: None,
+        }
+    }
+
+    /// With this deadline.
+    #[must_use]
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
+}
+
 /// What the executor says about a reduction it did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reduction {
@@ -46,6 +63,9 @@ pub struct Reduction {
     pub reduce_time: Duration,
     /// Time between the first and the last rank's call.
     pub skew: Duration,
+    /// How much of that this rank waited for the last one: the call's time less this is what the
+    /// reduction cost.
+    pub waited: Duration,
     /// The rank that called last.
     pub last_rank: u32,
 }
@@ -500,6 +520,7 @@ fn reduction(response: &AllReduceResponse) -> Result<Reduction, AllReduceError> 
             .map_err(|error| AllReduceError::ExecutorLost(error.to_string()))?,
         reduce_time: Duration::from_nanos(response.reduce_ns),
         skew: Duration::from_nanos(response.skew_ns),
+        waited: Duration::from_nanos(response.waited_ns),
         last_rank: response.last_rank,
     })
 }
@@ -507,7 +528,7 @@ fn reduction(response: &AllReduceResponse) -> Result<Reduction, AllReduceError> 
 fn buffer_error(status: &tonic::Status) -> BufferError {
     let refused = Refused::new(status);
     if refused.is_transport() {
-        BufferError::ExecutorLost(refused.message)
+        BufferError::ExecutorLost(connection_ended(&refused))
     } else {
         BufferError::Refused(refused)
     }

@@ -184,7 +184,7 @@ impl AllReduceError {
                 message: refused.message,
             }),
             ErrorCode::Mismatch => Self::Mismatch(refused),
-            _ if refused.is_transport() => Self::ExecutorLost(refused.message),
+            _ if refused.is_transport() => Self::ExecutorLost(connection_ended(&refused)),
             _ => Self::Refused(refused),
         }
     }
@@ -199,6 +199,11 @@ impl AllReduceError {
             | Self::OutOfRange { .. } => false,
         }
     }
+}
+
+/// The words for a connection that broke: the transport's own, which differ with the moment, follow.
+pub(crate) fn connection_ended(refused: &Refused) -> String {
+    format!("the connection to it ended ({})", refused.message)
 }
 
 /// A reduction that did not happen, with the buffers that were given to it.

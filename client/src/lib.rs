@@ -1,7 +1,7 @@
 //! The client crate of allreduced: what a worker embeds to reduce tensors with its peers.
 //!
 //! ```no_run
-//! use allreduce_client::{JoinOptions, Op, blocking::Client};
+//! use allreduce_client::{AllReduceError, JoinOptions, Op, blocking::Client};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let client = Client::connect("/run/allreduced/allreduced.sock")?;
@@ -12,6 +12,10 @@
 //! // In place; the buffer comes back when the result is in it.
 //! let tensor = communicator.all_reduce(tensor, Op::Sum)?;
 //! assert_eq!(tensor.as_slice()[0], 2.0);
+//! // A failed reduction gives the buffer back too; who does not want it takes the error alone.
+//! let tensor = communicator
+//!     .all_reduce(tensor, Op::Max)
+//!     .map_err(AllReduceError::from)?;
 //! # Ok(())
 //! # }
 //! ```

@@ -102,15 +102,18 @@ pub fn main() -> ExitCode {
     run(Arguments::parse())
 }
 
+/// How a process of the daemon's own is called (argv[0]), whatever its executable.
+pub(crate) const CHILD_NAME: &str = "allreduced";
+
 /// Runs the process's command line if it is one that the daemon gives its own children, so that a
 /// program which starts a private daemon ([`crate::private::PrivateDaemon`]) can be its executable.
-/// Call it first in main.
+/// Call it first in main. The program's own subcommands may have any name: children are told by argv[0].
 pub fn run_as_child() -> Option<ExitCode> {
-    let first = std::env::args_os().nth(1)?;
-    let own = ["serve", "executor"];
-    own.iter()
-        .any(|name| first == *name)
-        .then(|| run(Arguments::parse()))
+    let mut arguments = std::env::args_os();
+    let is_child = arguments.next()? == CHILD_NAME;
+    let first = arguments.next()?;
+    let known = ["serve", "executor"].iter().any(|name| first == *name);
+    (is_child && known).then(|| run(Arguments::parse()))
 }
 
 fn run(arguments: Arguments) -> ExitCode {

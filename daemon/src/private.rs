@@ -4,8 +4,10 @@
 //! it, and programs that want to run without a service. The child is this same executable, so main must
 //! begin with [`crate::cli::run_as_child`] (the `allreduced` binary knows its own subcommands).
 
+use crate::cli::CHILD_NAME;
 use crate::config::ENV_PREFIX;
 use std::io::{self, BufRead, BufReader};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc;
@@ -51,6 +53,7 @@ impl PrivateDaemon {
             }
         }
         let child = command
+            .arg0(CHILD_NAME)
             .arg("serve")
             .arg("--until-stdin-closes")
             .arg("--socket")

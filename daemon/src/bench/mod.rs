@@ -187,7 +187,7 @@ fn measure_rpc(
     let daemon = PrivateDaemon::start(
         Path::new("/proc/self/exe"),
         &[],
-        &[("ALLREDUCED_LOG__LEVEL", "error")],
+        &[("ALLREDUCED_LOG__LEVEL", "warn")],
     )?;
     let echo_socket = daemon.socket().with_file_name("echo.sock");
     let _echo = start_echo(&echo_socket, false)?;
@@ -274,7 +274,7 @@ fn runtime_rows(world_size: WorldSize) -> Result<Vec<Row>, BenchError> {
         let dir = PrivateDaemon::start(
             Path::new("/proc/self/exe"),
             &[],
-            &[("ALLREDUCED_LOG__LEVEL", "error")],
+            &[("ALLREDUCED_LOG__LEVEL", "warn")],
         )?;
         let socket: PathBuf = dir.socket().with_file_name("echo.sock");
         let _echo = start_echo(&socket, server)?;

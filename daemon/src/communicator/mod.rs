@@ -97,6 +97,8 @@ pub(crate) struct Reduced {
     pub(crate) algorithm: Algorithm,
     pub(crate) took: Duration,
     pub(crate) skew: Duration,
+    /// How long this rank waited for the last.
+    pub(crate) waited: Duration,
     pub(crate) last_rank: Rank,
 }
 
@@ -1002,11 +1004,12 @@ impl<T> Communicator<T> {
         let algorithm = launch.plan.algorithm;
         self.stats
             .record_reduction(launch.signature, lane, algorithm, &lateness, took);
-        for arrival in arrivals {
+        for (arrival, (_, late)) in arrivals.into_iter().zip(lateness) {
             let reduced = Reduced {
                 algorithm,
                 took,
                 skew,
+                waited: skew.saturating_sub(late),
                 last_rank,
             };
             self.answer(arrival, Ok(reduced));

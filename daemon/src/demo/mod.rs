@@ -165,7 +165,7 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, DemoError> {
     let daemon = PrivateDaemon::start(
         Path::new("/proc/self/exe"),
         &flags,
-        &[("ALLREDUCED_LOG__LEVEL", "error")],
+        &[("ALLREDUCED_LOG__LEVEL", "warn")],
     )?;
     let specs: Vec<WorkerSpec> = world_size
         .ranks()

@@ -91,6 +91,7 @@ impl Collectives for CollectivesService {
             reduce_ns: nanos(reduced.took),
             skew_ns: nanos(reduced.skew),
             last_rank: reduced.last_rank.get(),
+            waited_ns: nanos(reduced.waited),
         }))
     }
 

@@ -92,6 +92,15 @@ pub(crate) fn serve(config: Config, private: Private) -> Result<(), ServeError> 
     drop(socket);
     // Empty unless an executor of an earlier supervisor still lives there.
     let _ = std::fs::remove_dir(crate::listen::executor_dir(&config.listen.path));
+    if let Some(dir) = config
+        .listen
+        .path
+        .parent()
+        .filter(|_| private.until_stdin_closes)
+    {
+        // The parent made it for this daemon, and may have been killed. It removes what else it put there.
+        let _ = std::fs::remove_dir(dir);
+    }
     served
 }
 

@@ -394,7 +394,7 @@ impl Placement {
         // Not by its path: a package upgrade may have replaced the file there, and an executor must be
         // of the supervisor's own version.
         let mut child = Command::new("/proc/self/exe")
-            .arg0("allreduced")
+            .arg0(crate::cli::CHILD_NAME)
             .args(["executor", id.as_str()])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -154,7 +154,8 @@ impl Attachment {
                 reason: lane.reason,
                 backend: Backend::Host as i32,
             })),
-            // An epoch that never formed has nothing more to say to this rank.
+            // An epoch that never formed has no members to notify: the stream itself fails, with the
+            // missing ranks in its status, as a refused Hello would.
             Tell::Ended(end) if matches!(end.cause, EndCause::JoinTimeout { .. }) => {
                 self.close(end.to_status());
                 true

@@ -48,7 +48,6 @@ element!(f32 => F32, f64 => F64, half::f16 => F16, half::bf16 => Bf16, i32 => I3
 /// Memory for `len()` elements that reductions can work on, and that only this value gives access to.
 pub struct Buffer<T: Element> {
     id: u64,
-    session: u64,
     start: NonNull<u8>,
     num_elems: usize,
     /// The worker's own memory, if the buffer was registered.
@@ -72,7 +71,6 @@ impl<T: Element> Buffer<T> {
     /// buffer of it.
     pub(crate) fn new(
         id: u64,
-        session: u64,
         mapping: Arc<Mapping>,
         offset_bytes: u64,
         num_elems: usize,
@@ -86,7 +84,6 @@ impl<T: Element> Buffer<T> {
         }
         Some(Self {
             id,
-            session,
             start,
             num_elems,
             memory,
@@ -100,8 +97,10 @@ impl<T: Element> Buffer<T> {
         self.id
     }
 
-    pub(crate) fn session(&self) -> u64 {
-        self.session
+    /// Whether it is of the membership whose thread takes these errands. Ids do not say so: each
+    /// executor counts sessions and buffers from 1.
+    pub(crate) fn is_of(&self, errands: &mpsc::UnboundedSender<Errand>) -> bool {
+        self.errands.same_channel(errands)
     }
 
     /// Number of elements.

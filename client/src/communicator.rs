@@ -155,6 +155,10 @@ impl Communicator {
         self.window.joined.session
     }
 
+    fn owns<T: Element>(&self, buffer: &Buffer<T>) -> bool {
+        buffer.is_of(&self.attachment.errands)
+    }
+
     fn errands(&self) -> mpsc::UnboundedSender<Errand> {
         self.attachment.errands.clone()
     }
@@ -188,7 +192,6 @@ impl Communicator {
         let arena = Arc::clone(&self.window.arena);
         Buffer::new(
             allocated.buffer_id,
-            session,
             arena,
             allocated.offset_bytes,
             num_elems,
@@ -258,7 +261,6 @@ impl Communicator {
             .map_err(|error| BufferError::Window(error.to_string()))?;
         Buffer::new(
             registered.buffer_id,
-            session,
             Arc::new(mapping),
             0,
             num_elems,
@@ -296,8 +298,8 @@ impl Communicator {
         options: AllReduceOptions,
     ) -> Outcome<Buffer<T>> {
         let id = buffer.id();
-        let (session, num_elems) = (buffer.session(), buffer.len());
-        let request = self.request::<T>(&[session], [id, id], num_elems, op, &options);
+        let (owned, num_elems) = (self.owns(&buffer), buffer.len());
+        let request = self.request::<T>(owned, [id, id], num_elems, op, &options);
         self.run(buffer, request, &options).await
     }
 
@@ -313,9 +315,8 @@ impl Communicator {
         options: AllReduceOptions,
     ) -> Outcome<(Buffer<T>, Buffer<T>)> {
         let num_elems = src.len().min(dst.len());
-        let sessions = [src.session(), dst.session()];
-        let mut request =
-            self.request::<T>(&sessions, [src.id(), dst.id()], num_elems, op, &options);
+        let owned = self.owns(&src) && self.owns(&dst);
+        let mut request = self.request::<T>(owned, [src.id(), dst.id()], num_elems, op, &options);
         if src.len() != dst.len() && request.is_ok() {
             request = Err(AllReduceError::OutOfRange {
                 start: 0,
@@ -328,14 +329,13 @@ impl Communicator {
 
     fn request<T: Element>(
         &self,
-        sessions: &[u64],
+        owned: bool,
         [src, dst]: [u64; 2],
         num_elems: usize,
         op: Op,
         options: &AllReduceOptions,
     ) -> Result<AllReduceRequest, AllReduceError> {
-        let session = self.session();
-        if sessions.iter().any(|owner| *owner != session) {
+        if !owned {
             return Err(AllReduceError::ForeignBuffer);
         }
         let Range { start, end } = options.range.clone().unwrap_or(0..num_elems);
@@ -359,7 +359,7 @@ impl Communicator {
                 .max(1)
         });
         Ok(AllReduceRequest {
-            session,
+            session: self.session(),
             epoch: self.epoch(),
             sequence: 0,
             src: range(src),

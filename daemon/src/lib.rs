@@ -16,6 +16,7 @@ mod listen;
 mod log;
 mod plan;
 pub mod private;
+mod random;
 mod rpc;
 mod spread;
 mod status;

@@ -32,6 +32,8 @@ pub(crate) enum JoinError {
     ArenaLimit { asked: u64, limit: u64 },
     #[error("the window of rank {rank}: {source}")]
     Memory { rank: Rank, source: MemoryError },
+    #[error("no number for the session: {0}")]
+    NoSession(std::io::Error),
     #[error("the executor is draining and takes no new ranks")]
     Draining,
 }

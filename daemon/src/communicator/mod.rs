@@ -59,6 +59,8 @@ pub(crate) struct Settings {
 /// A rank that wants in, already checked against the token.
 #[derive(Debug, Clone)]
 pub(crate) struct Joining {
+    /// Not to be guessed: who knows it may call for the rank.
+    pub(crate) session: u64,
     pub(crate) rank: Rank,
     pub(crate) lane: LaneChoice,
     pub(crate) arena_len_bytes: u64,
@@ -135,7 +137,7 @@ pub(crate) enum Effect<T> {
     /// Nothing refers to this memory, which the session handed over, any more.
     ForgetMemory { session: u64, memory: u64 },
     /// Nothing refers to any of this session's memory any more.
-    Forget { session: u64 },
+    Forget { session: u64, rank: Rank },
 }
 
 /// A buffer of a session.
@@ -220,7 +222,7 @@ impl Session {
 /// A session, for display.
 #[derive(Debug, Clone)]
 pub(crate) struct SessionInfo {
-    pub(crate) session: u64,
+    session: u64,
     pub(crate) rank: Rank,
     pub(crate) epoch: u64,
     pub(crate) pid: u32,
@@ -313,6 +315,13 @@ impl<T> Communicator<T> {
             .is_some_and(Option::is_some)
     }
 
+    /// Whether `rank` owns the session.
+    pub(crate) fn owns(&self, session: u64, rank: u32) -> bool {
+        self.sessions
+            .get(&session)
+            .is_some_and(|found| found.rank.get() == rank)
+    }
+
     /// How many sessions hold memory.
     pub(crate) fn num_sessions(&self) -> usize {
         self.sessions.len()
@@ -365,7 +374,7 @@ impl<T> Communicator<T> {
     /// [`JoinError::RankTaken`].
     pub(crate) fn join(&mut self, joining: Joining, now: Instant) -> Result<(u64, u64), JoinError> {
         self.may_join(joining.rank)?;
-        let id = self.fresh_id();
+        let id = joining.session;
         if let Some(member) = self.members.get_mut(joining.rank.as_usize()) {
             *member = Some(id);
         }
@@ -433,8 +442,9 @@ impl<T> Communicator<T> {
             .map(|(id, _)| *id)
             .collect();
         for session in gone {
-            self.sessions.remove(&session);
-            self.effects.push(Effect::Forget { session });
+            if let Some(Session { rank, .. }) = self.sessions.remove(&session) {
+                self.effects.push(Effect::Forget { session, rank });
+            }
         }
     }
 
@@ -451,6 +461,11 @@ impl<T> Communicator<T> {
                 CallError::EpochEnded(end.clone())
             }
         };
+        if end.cause.is_orderly() {
+            tracing::info!(epoch = end.epoch, cause = %end.cause, "epoch ended");
+        } else {
+            tracing::warn!(epoch = end.epoch, cause = %end.cause, "epoch ended");
+        }
         for (_, rendezvous) in std::mem::take(&mut self.rendezvous) {
             match rendezvous.stage {
                 Stage::Waiting { arrivals } => {

@@ -3,6 +3,7 @@
 
 use super::*;
 use proptest::prelude::*;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const MS: Duration = Duration::from_millis(1);
 
@@ -26,7 +27,9 @@ fn settings(world_size: u32) -> Settings {
 }
 
 fn joining(rank: Rank) -> Joining {
+    static SESSIONS: AtomicU64 = AtomicU64::new(1 << 40);
     Joining {
+        session: SESSIONS.fetch_add(1, Ordering::Relaxed),
         rank,
         lane: LaneChoice {
             lane: Lane::Rpc,

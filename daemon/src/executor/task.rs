@@ -482,6 +482,7 @@ impl Task {
             .map_err(|source| JoinError::Memory { rank, source })?;
         let arena_len_bytes = window.arena_len_bytes();
         let joining = Joining {
+            session: u64::from_le_bytes(crate::random::bytes().map_err(JoinError::NoSession)?),
             rank,
             lane,
             arena_len_bytes,
@@ -493,7 +494,7 @@ impl Task {
         let control_len_bytes = window.control_len_bytes();
         self.windows.insert(session, window);
         self.told.insert(session, sender);
-        tracing::info!(%rank, session, epoch, pid = hello.pid, arena_len_bytes, "rank joined");
+        tracing::info!(%rank, epoch, pid = hello.pid, arena_len_bytes, "rank joined");
         Ok(JoinedAs {
             session,
             epoch,
@@ -503,19 +504,11 @@ impl Task {
         })
     }
 
-    /// Whether `rank` owns the session. The companion socket shows no other rank's memory.
-    fn owns(&self, session: u64, rank: u32) -> bool {
-        self.communicator
-            .sessions()
-            .iter()
-            .any(|info| info.session == session && info.rank.get() == rank)
-    }
-
     fn region(&self, session: u64, rank: u32, kind: Kind) -> Result<(OwnedFd, u64), Refusal> {
         let window = self
             .windows
             .get(&session)
-            .filter(|_| self.owns(session, rank))
+            .filter(|_| self.communicator.owns(session, rank))
             .ok_or(Refusal::UnknownSession)?;
         let (fd, len_bytes) = match kind {
             Kind::Control => (window.control_fd(), window.control_len_bytes()),
@@ -586,11 +579,6 @@ impl Task {
                 }
             }
             Effect::Ended { session, end } => {
-                if end.cause.is_orderly() {
-                    tracing::info!(session, epoch = end.epoch, cause = %end.cause, "epoch ended");
-                } else {
-                    tracing::warn!(session, epoch = end.epoch, cause = %end.cause, "epoch ended");
-                }
                 if let Some(window) = self.windows.get(&session) {
                     window.control.set_ended();
                 }
@@ -601,8 +589,8 @@ impl Task {
                     window.forget(memory);
                 }
             }
-            Effect::Forget { session } => {
-                tracing::info!(session, "rank gone, its window is freed");
+            Effect::Forget { session, rank } => {
+                tracing::info!(%rank, "rank gone, its window is freed");
                 self.windows.remove(&session);
                 self.told.remove(&session);
             }

@@ -104,7 +104,6 @@ impl Admin for ExecutorAdmin {
             .map(|info| ClientInfo {
                 communicator: self.spec.communicator_name.clone(),
                 rank: info.rank.get(),
-                session: info.session,
                 epoch: info.epoch,
                 pid: info.pid,
                 client_name: info.client_name,

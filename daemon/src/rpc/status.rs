@@ -102,6 +102,7 @@ impl ToStatus for JoinError {
                 ),
                 None => (Code::Internal, detail(ErrorCode::Internal)),
             },
+            JoinError::NoSession(_) => (Code::Internal, detail(ErrorCode::Internal)),
             JoinError::Draining => (Code::Unavailable, detail(ErrorCode::Unavailable)),
         }
     }

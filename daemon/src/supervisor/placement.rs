@@ -374,7 +374,7 @@ impl Placement {
             .executor_dir
             .join(executor_name(number))
             .with_extension("sock");
-        let token = random_token()?;
+        let token = crate::random::bytes()?;
         let identity = {
             let mut entries = self.entries();
             let entry = entries
@@ -518,11 +518,4 @@ async fn until_true(mut value: watch::Receiver<bool>) {
     if value.wait_for(|value| *value).await.is_err() {
         std::future::pending::<()>().await;
     }
-}
-
-fn random_token() -> io::Result<[u8; TOKEN_LEN]> {
-    let mut token = [0_u8; TOKEN_LEN];
-    let mut random = std::fs::File::open("/dev/urandom")?;
-    io::Read::read_exact(&mut random, &mut token)?;
-    Ok(token)
 }

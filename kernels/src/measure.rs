@@ -2,7 +2,7 @@
 //!
 //! Owns the buffers and the clock of that comparison. Called by the daemon's `bench` and the crate's
 //! example. Refuses to judge: it gives percentiles, not verdicts.
-#![allow(unsafe_code)]
+#![allow(unsafe_code)] // room: SIMD
 
 use std::hint::black_box;
 use std::time::Instant;

@@ -3,7 +3,7 @@
 //! Owns the choice of kernel and of stores, and every refusal. Called by the daemon's host backend, by each of
 //! its threads with its own chunk. Refuses averages of integers and impossible counts, before any
 //! memory is touched.
-#![allow(unsafe_code)]
+#![allow(unsafe_code)] // room: SIMD
 
 use std::mem::MaybeUninit;
 use std::ptr;

@@ -6,7 +6,7 @@
 //! A block of elements is accumulated in a local array, one rank after the other: all loads of an
 //! element come before its stores, each is loaded once, and the compiler can use whatever vectors
 //! the target has.
-#![allow(unsafe_code)]
+#![allow(unsafe_code)] // room: SIMD
 
 use std::marker::PhantomData;
 

@@ -11,7 +11,7 @@
 //!
 //! All loads of an element come before its stores, so a destination may be a source; each element is
 //! loaded once per source, so every destination gets the same bits whatever a peer writes meanwhile.
-#![allow(unsafe_code)]
+#![allow(unsafe_code)] // room: SIMD
 
 mod avx2;
 mod avx512;

@@ -1,10 +1,6 @@
 //! Every path of this machine against the scalar reference, bit for bit.
-#![allow(
-    unsafe_code,
-    clippy::unwrap_used,
-    clippy::panic,
-    clippy::indexing_slicing
-)]
+#![allow(unsafe_code)] // room: SIMD
+#![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing)]
 
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 

@@ -193,10 +193,14 @@ impl AllReduceError {
     pub fn is_epoch_over(&self) -> bool {
         match self {
             Self::Timeout { .. } | Self::EpochEnded(_) | Self::ExecutorLost(_) => true,
-            Self::Mismatch(_)
-            | Self::Refused(_)
-            | Self::ForeignBuffer
-            | Self::OutOfRange { .. } => false,
+            // The session is gone, or the executor is about to be.
+            Self::Refused(refused) => {
+                matches!(
+                    refused.kind,
+                    ErrorCode::UnknownSession | ErrorCode::Unavailable
+                )
+            }
+            Self::Mismatch(_) | Self::ForeignBuffer | Self::OutOfRange { .. } => false,
         }
     }
 }

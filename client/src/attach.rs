@@ -263,14 +263,18 @@ impl Member<'_> {
                     }
                 }
                 () = tokio::time::sleep_until(next_beat) => {
-                    if heard.elapsed() > timeout {
+                    // A beat that comes late by more than an interval says that this process did not
+                    // run (it was stopped, or the machine slept), and nothing about the executor: what
+                    // that has said meanwhile is still to be read.
+                    if next_beat.elapsed() > interval {
+                        heard = Instant::now();
+                    } else if heard.elapsed() > timeout {
                         return lost("the executor does not answer heartbeats");
                     }
                     nonce += 1;
-                    next_beat += interval;
-                    if !send(FromRank::Heartbeat(Heartbeat { nonce })) {
-                        return lost("the executor closed the connection");
-                    }
+                    next_beat = Instant::now() + interval;
+                    // If the executor has closed the stream, its status is still to be read above.
+                    send(FromRank::Heartbeat(Heartbeat { nonce }));
                 }
                 errand = errands.recv() => match errand {
                     Some(Errand::Release(buffer_id)) => {

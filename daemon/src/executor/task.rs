@@ -33,6 +33,7 @@ pub(crate) enum Tell {
 /// A rank is in.
 #[derive(Debug)]
 pub(crate) struct JoinedAs {
+    pub(crate) rank: Rank,
     pub(crate) session: u64,
     pub(crate) epoch: u64,
     pub(crate) control_len_bytes: u64,
@@ -496,6 +497,7 @@ impl Task {
         self.told.insert(session, sender);
         tracing::info!(%rank, epoch, pid = hello.pid, arena_len_bytes, "rank joined");
         Ok(JoinedAs {
+            rank,
             session,
             epoch,
             control_len_bytes,

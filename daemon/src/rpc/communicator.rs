@@ -3,7 +3,7 @@
 //! Owns one task for each Attach: it joins the rank, answers its heartbeats, passes on what the
 //! communicator tells, and detaches the rank when the stream ends for whatever reason.
 
-use crate::communicator::{EndCause, Gone};
+use crate::communicator::{EndCause, EpochEnd, Gone};
 use crate::executor::{ExecutorSpec, Handle, JoinedAs, Tell};
 use crate::rpc::ToStatus;
 use crate::rpc::status::BadMessage;
@@ -104,9 +104,12 @@ impl Attachment {
             tokio::select! {
                 message = timeout_at(deadline, self.inbound.message()) => match message {
                     Err(_) => {
-                        let silent = "no heartbeat came in time; join again";
-                        self.close(Status::aborted(silent));
-                        return Gone::Silent;
+                        // It may only have been stopped: when it goes on, it reads why it is out.
+                        let (rank, how) = (joined.rank, Gone::Silent);
+                        let cause = EndCause::RankGone { rank, how };
+                        let epoch = joined.epoch;
+                        self.close(EpochEnd { epoch, cause }.to_status());
+                        return how;
                     }
                     Ok(Err(_) | Ok(None)) => return Gone::Disconnected,
                     Ok(Ok(Some(request))) => match request.message {

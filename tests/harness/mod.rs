@@ -142,6 +142,8 @@ impl Scratch {
         let dir = std::env::temp_dir().join(format!("art-{}-{number}", std::process::id()));
         let _ = std::fs::remove_dir_all(&dir);
         std::fs::create_dir(&dir).unwrap();
+        // A private daemon removes an empty directory that its socket was in.
+        std::fs::write(dir.join("keep"), "").unwrap();
         Self(dir)
     }
 

@@ -5,6 +5,7 @@
 //!
 //! ```toml
 //! about = "what it is"      # optional
+//! steps = 20                # optional, of a demo that does not say
 //! [[reductions]]            # in order
 //! repeat = 122              # optional, 1
 //! op = "sum"
@@ -92,6 +93,8 @@ impl ReductionSpec {
 pub(crate) struct Workload {
     pub(crate) name: String,
     pub(crate) about: String,
+    /// Steps that a demo runs if it does not say.
+    pub(crate) steps: u64,
     pub(crate) reductions: Vec<ReductionSpec>,
 }
 
@@ -124,6 +127,8 @@ pub(crate) enum WorkloadError {
 struct File {
     #[serde(default)]
     about: String,
+    #[serde(default = "twenty")]
+    steps: u64,
     reductions: Vec<Entry>,
 }
 
@@ -135,6 +140,10 @@ struct Entry {
     op: String,
     dtype: String,
     bytes: u64,
+}
+
+fn twenty() -> u64 {
+    20
 }
 
 fn once() -> usize {
@@ -170,6 +179,7 @@ impl Workload {
                 spec.op,
                 spec.len_bytes()
             ),
+            steps: twenty(),
             reductions: vec![spec; repeat],
         }
     }
@@ -196,6 +206,7 @@ impl Workload {
         Ok(Self {
             name: name.to_owned(),
             about: file.about,
+            steps: file.steps.clamp(1, 1_000_000),
             reductions,
         })
     }

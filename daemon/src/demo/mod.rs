@@ -26,7 +26,7 @@ use worker::{ReductionReport, Report, WorkerSpec, wire_reductions};
 
 /// The demo's communicator.
 const COMMUNICATOR: &str = "demo";
-/// How long all workers may be silent. One step of the largest shipped workload takes a fraction of it.
+/// How long all workers may be silent. A batch of the largest shipped workload takes a fraction of it.
 const SILENCE: Duration = Duration::from_secs(300);
 
 /// Arguments of `demo`.
@@ -54,9 +54,9 @@ pub(crate) struct Arguments {
     /// Where windows live and who reduces: auto, host, cuda.
     #[arg(long, value_name = "B", default_value = "auto", value_parser = parse_auto::<Backend>)]
     backend: Choice<Backend>,
-    /// Steps to run.
-    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
-    steps: u64,
+    /// Steps to run; by default what the workload says, or 20.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    steps: Option<u64>,
     /// One JSON object instead of a table.
     #[arg(long)]
     json: bool,
@@ -152,6 +152,7 @@ fn chosen_workload(arguments: &Arguments) -> Result<Workload, WorkloadError> {
 
 fn try_run(arguments: &Arguments) -> Result<Outcome, DemoError> {
     let workload = chosen_workload(arguments)?;
+    let steps = arguments.steps.unwrap_or(workload.steps);
     let world_size = WorldSize::new(arguments.world_size)?;
     let mut flags = Vec::new();
     if let Some(Fault {
@@ -176,12 +177,12 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, DemoError> {
             world_size: world_size.get(),
             backend: arguments.backend.0.map(|backend| backend.to_string()),
             lane: arguments.lane.0.map(|lane| lane.to_string()),
-            steps: arguments.steps,
+            steps,
             seed: u64::from(std::process::id()),
             reductions: wire_reductions(&workload),
         })
         .collect();
-    let total = arguments.steps * workload.reductions.len() as u64;
+    let total = steps * workload.reductions.len() as u64;
     let progress = progress(total, arguments.json);
     let mut tally = Tally::new(world_size.as_usize());
     {
@@ -192,21 +193,20 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, DemoError> {
                 Err(rank) if tally.is_done(rank) => {}
                 Err(rank) => return Err(ChildError::Ended(rank).into()),
             }
-            progress.set_position(tally.reductions());
+            progress.set_position(tally.progress());
         }
     }
     progress.finish_and_clear();
     let (backend_reason, stats) = ask_stats(daemon.socket()).map_err(DemoError::Stats)?;
-    Ok(tally.outcome(arguments, &workload, backend_reason, &stats))
+    Ok(tally.outcome(world_size.get(), steps, &workload, backend_reason, &stats))
 }
 
 fn progress(total: u64, quiet: bool) -> ProgressBar {
     if quiet || !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
     }
-    let style =
-        ProgressStyle::with_template("{bar:40} {pos}/{len} reductions  {per_sec}  {eta} left")
-            .unwrap_or_else(|_| ProgressStyle::default_bar());
+    let style = ProgressStyle::with_template("{bar:40} {pos}/{len} reductions, {eta} left")
+        .unwrap_or_else(|_| ProgressStyle::default_bar());
     ProgressBar::new(total).with_style(style)
 }
 
@@ -250,6 +250,7 @@ struct Tally {
 
 #[derive(Default)]
 struct RankTally {
+    progress: u64,
     step_us: Vec<f64>,
     reductions: Vec<ReductionReport>,
 }
@@ -270,6 +271,11 @@ impl Tally {
                 lane,
                 lane_reason,
             } => self.joined = Some((backend, lane, lane_reason)),
+            Report::Progress { reductions } => {
+                if let Some(tally) = self.ranks.get_mut(rank) {
+                    tally.progress += reductions;
+                }
+            }
             Report::Step {
                 step_us,
                 reductions,
@@ -295,6 +301,12 @@ impl Tally {
         self.done.iter().all(|done| *done)
     }
 
+    /// Reductions that every rank has done.
+    fn progress(&self) -> u64 {
+        let done = self.ranks.iter().map(|rank| rank.progress);
+        done.min().unwrap_or(0)
+    }
+
     /// Reductions that every rank has reported.
     fn reductions(&self) -> u64 {
         let reported = self.ranks.iter().map(|rank| rank.reductions.len());
@@ -318,17 +330,17 @@ impl Tally {
 
     fn outcome(
         &self,
-        arguments: &Arguments,
+        world_size: u32,
+        steps: u64,
         workload: &Workload,
         backend_reason: String,
         stats: &CommunicatorStats,
     ) -> Outcome {
-        let world_size = arguments.world_size;
-        let reductions = arguments.steps * workload.reductions.len() as u64;
+        let reductions = steps * workload.reductions.len() as u64;
         let verified = self.verified();
         // A step is over when its slowest rank is.
-        let steps = usize::try_from(arguments.steps).unwrap_or(usize::MAX);
-        let mut step_us: Vec<f64> = (0..steps)
+        let indices = 0..usize::try_from(steps).unwrap_or(usize::MAX);
+        let mut step_us: Vec<f64> = indices
             .map(|step| {
                 let times = self.ranks.iter().filter_map(|rank| rank.step_us.get(step));
                 times.copied().fold(0.0, f64::max)
@@ -364,7 +376,7 @@ impl Tally {
             dtype: main.map(|kind| kind.dtype.clone()).unwrap_or_default(),
             op: main.map(|kind| kind.op.clone()).unwrap_or_default(),
             bytes: main.map_or(0, |kind| kind.bytes),
-            steps: arguments.steps,
+            steps,
             reductions,
             verified,
             mismatched: reductions - verified,

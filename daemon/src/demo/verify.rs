@@ -10,7 +10,6 @@
 
 use allreduce_client::{Element, bf16, f16};
 use allreduce_contract::Op;
-use std::hash::{DefaultHasher, Hasher};
 
 /// Which tensor: the same for all ranks.
 #[derive(Debug, Clone, Copy)]
@@ -48,13 +47,6 @@ pub(crate) trait Sample: Element {
 
     /// Whether a result is within `bound` of the reference.
     fn is_close(self, reference: Self::Wide, bound: f64) -> bool;
-}
-
-/// In [-1.5, -0.5] or [0.5, 1.5]: sums cancel, products neither vanish nor overflow.
-fn unit(bits: u64) -> f64 {
-    let fraction = (bits >> 11) as f64 / (1_u64 << 53) as f64;
-    let size = 0.5 + fraction;
-    if bits & 1 == 0 { size } else { -size }
 }
 
 fn float_reference(
@@ -95,22 +87,40 @@ fn float_reference(
     }
 }
 
+/// A float of a binary format with `EXPONENT` and `MANTISSA` bits, from random bits: of either sign, its
+/// size in [0.5, 1.5), so that sums cancel and products neither vanish nor overflow.
+const fn float_bits(bits: u64, exponent_bits: u32, mantissa_bits: u32) -> u64 {
+    let mut mantissa = bits & ((1 << mantissa_bits) - 1);
+    let from_one = (bits >> 62) & 1;
+    if from_one == 1 {
+        // [1, 1.5) instead of [1, 2).
+        mantissa &= (1 << (mantissa_bits - 1)) - 1;
+    }
+    let bias = (1 << (exponent_bits - 1)) - 1;
+    let exponent = bias - 1 + from_one;
+    let sign = bits >> 63;
+    sign << (exponent_bits + mantissa_bits) | exponent << mantissa_bits | mantissa
+}
+
 macro_rules! float_sample {
     ($type:ty, $from:expr, $to:expr, $u_acc:expr, $u_result:expr, $tiny:expr) => {
         impl Sample for $type {
             type Wide = f64;
 
+            #[inline]
             fn from_bits(bits: u64) -> Self {
-                let from: fn(f64) -> $type = $from;
-                from(unit(bits))
+                let from: fn(u64) -> $type = $from;
+                from(bits)
             }
 
+            #[inline]
             fn reference(values: &[Self], op: Op) -> (f64, f64) {
                 let to: fn($type) -> f64 = $to;
                 let values = values.iter().map(|value| to(*value));
                 float_reference(values, op, $u_acc, $u_result, $tiny)
             }
 
+            #[inline]
             fn is_close(self, reference: f64, bound: f64) -> bool {
                 let to: fn($type) -> f64 = $to;
                 // False for NaN.
@@ -125,21 +135,35 @@ const U_F32: f64 = 1.0 / (1_u64 << 24) as f64;
 const U_F16: f64 = 1.0 / (1_u64 << 11) as f64;
 const U_BF16: f64 = 1.0 / (1_u64 << 8) as f64;
 
-float_sample!(f64, |x| x, |x| x, U_F64, U_F64, f64::MIN_POSITIVE);
+float_sample!(
+    f64,
+    |bits| f64::from_bits(float_bits(bits, 11, 52)),
+    |x| x,
+    U_F64,
+    U_F64,
+    f64::MIN_POSITIVE
+);
 float_sample!(
     f32,
-    |x| x as f32,
+    |bits| f32::from_bits(float_bits(bits, 8, 23) as u32),
     f64::from,
     U_F32,
     U_F32,
     f32::MIN_POSITIVE as f64
 );
 // Half the smallest subnormal of f16 is 2^-25.
-float_sample!(f16, f16::from_f64, f64::from, U_F32, U_F16, U_F32 / 2.0);
+float_sample!(
+    f16,
+    |bits| f16::from_bits(float_bits(bits, 5, 10) as u16),
+    |x| f64::from(x.to_f32()),
+    U_F32,
+    U_F16,
+    U_F32 / 2.0
+);
 float_sample!(
     bf16,
-    bf16::from_f64,
-    f64::from,
+    |bits| bf16::from_bits(float_bits(bits, 8, 7) as u16),
+    |x| f64::from(x.to_f32()),
     U_F32,
     U_BF16,
     f32::MIN_POSITIVE as f64
@@ -209,13 +233,12 @@ pub(crate) fn wrong_elements<T: Sample>(
     wrong
 }
 
-/// A hash of a result's bits, to compare ranks by.
+/// A hash of a result's bits, to compare ranks by. Each step is a bijection of the hash so far and, for a
+/// given hash so far, of the element: results that differ in one element never have the same hash.
 pub(crate) fn fingerprint<T: BitsOf>(result: &[T]) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    for value in result {
-        hasher.write_u64(value.bits());
-    }
-    hasher.finish()
+    result.iter().fold(0, |hash: u64, value| {
+        (hash.rotate_left(5) ^ value.bits()).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    })
 }
 
 /// The bits of an element.
@@ -300,6 +323,39 @@ mod tests {
         check::<f16>(|bytes| f16::from_le_bytes(bytes.try_into().unwrap()));
         check::<bf16>(|bytes| bf16::from_le_bytes(bytes.try_into().unwrap()));
         assert_eq!(Dtype::ALL.len(), 6);
+    }
+
+    #[test]
+    fn samples_have_both_signs_and_sizes_around_one() {
+        fn sizes<T: Sample>(to: fn(T) -> f64) -> Vec<f64> {
+            let mut tensor = vec![T::from_bits(0); 2000];
+            fill(&mut tensor, ID, 0);
+            tensor.into_iter().map(to).collect()
+        }
+        for values in [
+            sizes::<f64>(|x| x),
+            sizes::<f32>(f64::from),
+            sizes::<f16>(f64::from),
+            sizes::<bf16>(f64::from),
+        ] {
+            assert!(values.iter().all(|x| (0.5..1.5).contains(&x.abs())));
+            let below_one = values.iter().filter(|x| x.abs() < 1.0).count();
+            let negative = values.iter().filter(|x| **x < 0.0).count();
+            assert!((800..1200).contains(&below_one), "{below_one}");
+            assert!((800..1200).contains(&negative), "{negative}");
+        }
+    }
+
+    #[test]
+    fn one_flipped_bit_changes_the_fingerprint() {
+        let result = [1.0_f32, 2.0, 3.0];
+        for index in 0..3 {
+            for bit in 0..32 {
+                let mut other = result;
+                other[index] = f32::from_bits(other[index].to_bits() ^ (1 << bit));
+                assert_ne!(fingerprint(&result), fingerprint(&other), "{index} {bit}");
+            }
+        }
     }
 
     #[test]

@@ -43,6 +43,8 @@ pub(crate) enum Report {
         lane: String,
         lane_reason: String,
     },
+    /// It did and checked these reductions of a step: a sign of life in a long one.
+    Progress { reductions: u64 },
     /// It did a step.
     Step {
         step_us: f64,
@@ -264,6 +266,9 @@ impl Runner<'_> {
                 reduction: reductions.len() as u64,
             };
             step_us += self.run_batch(first, batch, &mut reductions)?;
+            print_line(&Report::Progress {
+                reductions: batch.len() as u64,
+            })?;
         }
         Ok(Report::Step {
             step_us,

@@ -158,7 +158,7 @@ fn killed_ranks_and_registered_memory_leave_nothing() {
 #[test]
 fn twenty_executor_lifetimes_leave_nothing() {
     let _watchdog = watchdog();
-    let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__IDLE_TIMEOUT_MS", "20")]);
+    let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__IDLE_TIMEOUT_MS", "250")]);
     let socket = daemon.socket();
     let before_shm = shm();
     let dir = socket.with_file_name("d.sock.d");

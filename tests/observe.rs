@@ -28,7 +28,7 @@ fn asked(service: &str) -> HealthCheckRequest {
 #[tokio::test]
 async fn health_is_checked_and_watched() {
     let _watchdog = watchdog();
-    let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__IDLE_TIMEOUT_MS", "400")]);
+    let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__IDLE_TIMEOUT_MS", "1000")]);
     let mut health = HealthClient::new(dial(daemon.socket()).await);
     for service in ["", "control"] {
         let status = health.check(asked(service)).await.unwrap().into_inner();

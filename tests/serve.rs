@@ -342,7 +342,7 @@ fn idle_executors_exit() {
     let _watchdog = watchdog();
     let scratch = Scratch::new();
     let socket = scratch.path("d.sock");
-    let idle = ("ALLREDUCED_COMMUNICATOR__IDLE_TIMEOUT_MS", "100");
+    let idle = ("ALLREDUCED_COMMUNICATOR__IDLE_TIMEOUT_MS", "300");
     let serve = Serve::start(&socket, &[], &[idle]);
     let communicators = join_all(&socket, "idle", 2);
     let executor = executor_pid(&socket, "idle");

@@ -180,7 +180,10 @@ impl AsFd for SealedMemory {
 }
 
 fn reserve(fd: &OwnedFd, len_bytes: usize, file_len: i64) -> Result<(), MemoryError> {
-    let (needed, available) = (len_bytes as u64, available_bytes());
+    // Of a memory that somebody has filled, only the holes are still to be allocated.
+    let allocated = fstat(fd).map_or(0, |stat| u64::try_from(stat.st_blocks).unwrap_or(0) * 512);
+    let needed = (len_bytes as u64).saturating_sub(allocated);
+    let available = available_bytes();
     if needed > available {
         return Err(MemoryError::Exhausted { needed, available });
     }
@@ -300,6 +303,14 @@ mod tests {
             SealedMemory::adopt(null.into(), 4096),
             Err(MemoryError::NotSealed)
         ));
+    }
+
+    #[test]
+    fn what_is_allocated_already_is_not_needed_again() {
+        let memory = SealedMemory::create(c"test", len(1 << 20)).unwrap();
+        let blocks = fstat(memory.as_fd()).unwrap().st_blocks;
+        assert_eq!(blocks * 512, 1 << 20);
+        memory.reserve().unwrap();
     }
 
     #[test]

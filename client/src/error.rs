@@ -38,6 +38,14 @@ impl Refused {
         self.code == tonic::Code::Unavailable || self.kind == ErrorCode::BadToken
     }
 
+    /// Whether the session is gone, or the executor is about to be.
+    fn is_epoch_over(&self) -> bool {
+        matches!(
+            self.kind,
+            ErrorCode::EpochEnded | ErrorCode::UnknownSession | ErrorCode::Unavailable
+        )
+    }
+
     /// Whether the answer came from the transport instead of from the peer.
     pub(crate) fn is_transport(&self) -> bool {
         self.kind == ErrorCode::Unspecified
@@ -133,6 +141,17 @@ pub enum BufferError {
     Window(String),
 }
 
+impl BufferError {
+    /// Whether joining again is what to do.
+    pub fn is_epoch_over(&self) -> bool {
+        match self {
+            Self::ExecutorLost(_) => true,
+            Self::Refused(refused) => refused.is_epoch_over(),
+            Self::TooLarge { .. } | Self::Window(_) => false,
+        }
+    }
+}
+
 /// A reduction did not happen.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum AllReduceError {
@@ -193,13 +212,7 @@ impl AllReduceError {
     pub fn is_epoch_over(&self) -> bool {
         match self {
             Self::Timeout { .. } | Self::EpochEnded(_) | Self::ExecutorLost(_) => true,
-            // The session is gone, or the executor is about to be.
-            Self::Refused(refused) => {
-                matches!(
-                    refused.kind,
-                    ErrorCode::UnknownSession | ErrorCode::Unavailable
-                )
-            }
+            Self::Refused(refused) => refused.is_epoch_over(),
             Self::Mismatch(_) | Self::ForeignBuffer | Self::OutOfRange { .. } => false,
         }
     }

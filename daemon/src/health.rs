@@ -5,6 +5,7 @@
 //! one who waits for a communicator needs (<https://github.com/grpc/grpc/blob/master/doc/health-checking.md>).
 //! So the messages are tonic-health's and the service is this.
 
+use allreduce_contract::MAX_MESSAGE_LEN_BYTES;
 use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -52,6 +53,7 @@ impl HealthTable {
     /// The gRPC service.
     pub(crate) fn server(&self) -> HealthServer<HealthService> {
         HealthServer::new(HealthService(self.0.subscribe()))
+            .max_decoding_message_size(MAX_MESSAGE_LEN_BYTES)
     }
 }
 

@@ -16,7 +16,7 @@
 use crate::plan::{PlanRequest, Refusal, plan};
 use allreduce_contract::{Backend, Dtype, Lane, Op, UnknownName, WorldSize};
 use serde::Deserialize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// The workloads that come with the daemon, by name.
 const SHIPPED: [(&str, &str); 5] = [
@@ -165,8 +165,11 @@ impl Workload {
             known: SHIPPED.map(|(known, _)| known).join(", "),
             source,
         })?;
-        let stem = path.file_stem().and_then(|stem| Path::new(stem).to_str());
-        Self::parse(stem.unwrap_or(name), &text)
+        let mut workload = Self::parse(name, &text)?;
+        if let Some(stem) = path.file_stem() {
+            workload.name = stem.to_string_lossy().into_owned();
+        }
+        Ok(workload)
     }
 
     /// The same reduction, over and over.

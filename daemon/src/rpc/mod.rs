@@ -45,13 +45,13 @@ fn add_reflection(routes: &mut RoutesBuilder, names: &[&str]) {
     // The descriptor sets are constants of this build, and a test builds both.
     match builder().build_v1() {
         Ok(service) => {
-            routes.add_service(service);
+            routes.add_service(service.max_decoding_message_size(MAX_MESSAGE_LEN_BYTES));
         }
         Err(error) => tracing::error!(%error, "no reflection v1"),
     }
     match builder().build_v1alpha() {
         Ok(service) => {
-            routes.add_service(service);
+            routes.add_service(service.max_decoding_message_size(MAX_MESSAGE_LEN_BYTES));
         }
         Err(error) => tracing::error!(%error, "no reflection v1alpha"),
     }

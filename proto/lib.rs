@@ -6,6 +6,7 @@
 pub mod companion;
 pub mod memory;
 pub mod status;
+pub mod transport;
 mod types;
 pub mod v1;
 pub mod window;

@@ -1,14 +1,18 @@
 //! Worker processes of `demo` and `bench`: started from this executable, told one line, heard line by
 //! line.
 //!
-//! Owns the processes: dropping [`Children`] kills what still runs. Refuses to wait for ever.
+//! Owns the processes: dropping [`Children`] ends their standard input, and kills what runs on. Refuses
+//! to wait for ever.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// How long children may take to end after their input did.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why children do not do what they should.
 #[derive(Debug, thiserror::Error)]
@@ -33,7 +37,6 @@ enum Event {
 pub(crate) struct Children<M> {
     children: Vec<Child>,
     /// Open as long as this lives: a child that serves ends with it, even if this process is killed.
-    #[allow(dead_code)] // held, not used
     lifetimes: Vec<ChildStdin>,
     events: mpsc::Receiver<(usize, Event)>,
     _messages: std::marker::PhantomData<M>,
@@ -99,7 +102,13 @@ impl<M: DeserializeOwned> Children<M> {
 
 impl<M> Drop for Children<M> {
     fn drop(&mut self) {
+        // Who waits for the end of its input leaves in peace.
+        self.lifetimes.clear();
+        let deadline = Instant::now() + LEAVE_TIMEOUT;
         for child in &mut self.children {
+            while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             // No effect on one that has exited.
             let _ = child.kill();
             let _ = child.wait();

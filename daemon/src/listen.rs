@@ -5,6 +5,7 @@
 //! not a dead socket.
 
 use allreduce_contract::MAX_SOCKET_PATH_LEN;
+use allreduce_contract::transport::UnixIo;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::socket::{
@@ -20,6 +21,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_stream::{Stream, StreamExt};
 
 /// Bytes that the name of an executor's socket adds to the daemon's: ".d/" and [`executor_name`].
 const EXECUTOR_SUFFIX_LEN: usize = ".d/x4194304-65535.sock".len();
@@ -233,6 +236,13 @@ pub(crate) fn bind_stream(
         .set_nonblocking(true)
         .map_err(io_error("cannot use", path))?;
     Ok((listener, file))
+}
+
+/// The connections of a listener, as tonic serves them. One that cannot be taken is skipped.
+pub(crate) fn accept(
+    listener: tokio::net::UnixListener,
+) -> impl Stream<Item = io::Result<UnixIo>> + Send {
+    UnixListenerStream::new(listener).map(|accepted| UnixIo::new(accepted?.into_std()?))
 }
 
 /// Binds a companion socket (SOCK_SEQPACKET, non-blocking) at a path that nobody uses.

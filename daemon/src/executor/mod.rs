@@ -13,7 +13,7 @@ pub(crate) use task::{Handle, JoinedAs, StatsReport, Stopped, Tell, exhausted};
 use crate::backend::host::Fault;
 use crate::config::{CommunicatorConfig, Host, Log};
 use crate::health::HealthTable;
-use crate::listen::{Access, ListenError, bind_seqpacket, bind_stream};
+use crate::listen::{Access, ListenError, accept, bind_seqpacket, bind_stream};
 use crate::rpc::executor_routes;
 use crate::wire::read_line;
 use allreduce_contract::WorldSize;
@@ -26,7 +26,6 @@ use std::time::Duration;
 use task::{Task, TaskEnd};
 use tokio::io::AsyncReadExt;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio_stream::wrappers::UnixListenerStream;
 
 /// Everything an executor is told at its start.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -134,7 +133,7 @@ async fn serve(spec: Arc<ExecutorSpec>) -> Result<(), ExecutorError> {
     let routes = executor_routes(&spec, &handle, &health);
     let server = tonic::transport::Server::builder()
         .add_routes(routes)
-        .serve_with_incoming(UnixListenerStream::new(listener));
+        .serve_with_incoming(accept(listener));
     let companion = companion::serve(companion_listener, handle.clone())?;
     health.set("", true);
     health.set(&format!("executor/{}", spec.communicator_name), true);

@@ -11,14 +11,13 @@ pub(crate) use placement::{OpenError, Placed, Placement};
 use crate::backend::host::Fault;
 use crate::config::Config;
 use crate::health::HealthTable;
-use crate::listen::{Access, ListenError, bind_daemon, prepare_executor_dir};
+use crate::listen::{Access, ListenError, accept, bind_daemon, prepare_executor_dir};
 use crate::rpc::supervisor_routes;
 use std::io::{self, Write};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::AsyncReadExt;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio_stream::wrappers::UnixListenerStream;
 
 /// Time that executors get beyond the drain timeout before they are killed.
 const KILL_GRACE: Duration = Duration::from_millis(500);
@@ -72,7 +71,7 @@ pub(crate) fn serve(config: Config, private: Private) -> Result<(), ServeError> 
         let routes = supervisor_routes(&placement, &health);
         let server = tonic::transport::Server::builder()
             .add_routes(routes)
-            .serve_with_incoming(UnixListenerStream::new(listener));
+            .serve_with_incoming(accept(listener));
         health.set("control", true);
         health.set("", true);
         tracing::info!(

@@ -81,8 +81,8 @@ struct Device {
         CU(cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, dev));
     }
     CUfunction get(const char* kernel, u32 dtype, u32 n) {
-        const u32 w = n <= 2 ? 2 : n <= 4 ? 4 : n <= 8 ? 8 : 16;
-        const std::string name = std::string("allreduced_") + kernel + "_" + DTYPES[dtype] + "_w" + std::to_string(w);
+        const std::string world = n == 2 || n == 4 || n == 8 ? "n" + std::to_string(n) : n < 4 ? "w4" : n < 8 ? "w8" : "w16";
+        const std::string name = std::string("allreduced_") + kernel + "_" + DTYPES[dtype] + "_" + world;
         CUfunction& f = functions[name];
         if (!f) CU(cuModuleGetFunction(&f, module, name.c_str()));
         return f;
@@ -136,6 +136,15 @@ struct Shape {
     u32 blocks, threads;  // data threads
 };
 
+// A call before its launch shape is known.
+struct Request {
+    u64 control, src, dst, num_elems;
+    u32 op, flags;
+};
+Call complete(const Request& q, u32 elem_bytes, Shape s) {
+    return make_call(q.control, q.src, q.dst, q.num_elems, elem_bytes, q.op, q.flags, s.blocks, s.threads);
+}
+
 // All ranks of a communicator in this process.
 struct World {
     Device& d;
@@ -174,14 +183,14 @@ struct World {
     }
     CUdeviceptr arena(u32 r) const { return windows[r] + g.arena_offset(); }
     // One launch of the ranks in `calls`.
-    void launch(CUfunction f, Shape s, const std::vector<Call>& calls, CUstream stream) {
+    void launch(CUfunction f, u32 elem_bytes, Shape s, const std::vector<Request>& calls, CUstream stream) {
         if (d.resident_blocks(f, s.threads + SERVICE) < (long)s.blocks * (long)calls.size()) {
             printf("FAIL %u x %u x %zu blocks cannot be resident together\n", s.blocks, s.threads, calls.size());
             _exit(1);
         }
         Launch l;
         memset(&l, 0, sizeof l);
-        std::copy(calls.begin(), calls.end(), l.calls);
+        for (size_t i = 0; i < calls.size(); i++) l.calls[i] = complete(calls[i], elem_bytes, s);
         void* params[] = {&l};
         CU(cuLaunchKernel(f, s.blocks, (unsigned)calls.size(), 1, s.threads + SERVICE, 1, 1, 0, stream, params, nullptr));
     }
@@ -225,7 +234,7 @@ int conform(const char* image) {
                             const bool in_place = place & 1;
                             // Odd alignment: one element off a pack; 4099 elements stand for it.
                             const u64 skew = place >= 2 || num == 4099 ? size : 0, dst_skew = in_place ? skew : place >= 2 ? 3 * size : skew;
-                            std::vector<Call> calls;
+                            std::vector<Request> calls;
                             std::vector<CUdeviceptr> dst(n);
                             for (u32 r = 0; r < n; r++) {
                                 const CUdeviceptr src = w.arena(r) + 256 + skew;
@@ -233,12 +242,12 @@ int conform(const char* image) {
                                 CU(cuMemsetD8Async(dst[r] - 16, 0xcc, bytes + 32, d.stream));
                                 if (bytes) CU(cuMemcpyHtoDAsync(src, in[r].data(), bytes, d.stream));
                                 const bool arena = (num + r) % 2;
-                                Call c = {w.controls[r], src - (arena ? w.arena(r) : 0), dst[r] - (arena ? w.arena(r) : 0), num, op,
+                                Request c = {w.controls[r], src - (arena ? w.arena(r) : 0), dst[r] - (arena ? w.arena(r) : 0), num, op,
                                           (VARIANTS[v].direct ? CALL_DIRECT : 0) | (arena ? CALL_SRC_IN_ARENA | CALL_DST_IN_ARENA : 0)};
                                 calls.push_back(c);
                             }
-                            const Shape shapes[] = {{3, 96}, {1, 224}, {8, 160}, {5, 64}};
-                            w.launch(d.get(VARIANTS[v].kernel, dt, n), shapes[(checks + place) % 4], calls, d.stream);
+                            const Shape shapes[] = {{3, 96}, {1, 160}, {8, 160}, {5, 64}};
+                            w.launch(d.get(VARIANTS[v].kernel, dt, n), (u32)size, shapes[(checks + place) % 4], calls, d.stream);
                             std::vector<uint8_t> got(bytes + 32);
                             for (u32 r = 0; r < n; r++) {
                                 CU(cuMemcpyDtoHAsync(got.data(), dst[r] - 16, bytes + 32, d.stream));
@@ -280,10 +289,10 @@ int abort_tests(const char* image) {
     for (int v = 0; v < NUM_VARIANTS; v++) {
         World w(d, {n, 65536, 65536, 65536, 1 << 20}, 30000000ull);
         auto calls_for = [&](int absent, int different, u64 elems) {
-            std::vector<Call> calls;
+            std::vector<Request> calls;
             for (u32 r = 0; r < n; r++) {
                 if ((int)r == absent) continue;
-                Call c = {w.controls[r], w.arena(r), w.arena(r) + 262144, elems, (u32)((int)r == different), VARIANTS[v].direct ? CALL_DIRECT : 0};
+                Request c = {w.controls[r], w.arena(r), w.arena(r) + 262144, elems, (u32)((int)r == different), VARIANTS[v].direct ? CALL_DIRECT : 0};
                 calls.push_back(c);
             }
             return calls;
@@ -321,39 +330,39 @@ int abort_tests(const char* image) {
             }
         };
         reset();
-        w.launch(f, shape, calls_for(-1, -1, num), d.stream);
+        w.launch(f, 2, shape, calls_for(-1, -1, num), d.stream);
         CU(cuStreamSynchronize(d.stream));
         expect("good call", -1, false, 0, -1);
         reset();
-        w.launch(f, shape, calls_for(2, -1, num), d.stream);
+        w.launch(f, 2, shape, calls_for(2, -1, num), d.stream);
         CU(cuStreamSynchronize(d.stream));
         expect("stalled rank", 2, true, REASON_TIMEOUT, 2);
         reset();
         double t = now_us();
-        w.launch(f, shape, calls_for(2, -1, num), d.stream);
+        w.launch(f, 2, shape, calls_for(2, -1, num), d.stream);
         CU(cuStreamSynchronize(d.stream));
         worst_repeat = std::max(worst_repeat, now_us() - t);
         expect("call after failure", 2, true, REASON_TIMEOUT, 2);
         w.form();
         reset();
-        w.launch(f, shape, calls_for(-1, -1, num), d.stream);
+        w.launch(f, 2, shape, calls_for(-1, -1, num), d.stream);
         CU(cuStreamSynchronize(d.stream));
         expect("re-formed", -1, false, 0, -1);
         reset();
-        w.launch(f, shape, calls_for(-1, 1, num), d.stream);
+        w.launch(f, 2, shape, calls_for(-1, 1, num), d.stream);
         CU(cuStreamSynchronize(d.stream));
         expect("mismatch", -1, true, REASON_MISMATCH, -1);
         if (!(VARIANTS[v].direct && VARIANTS[v].algorithm == ONE_SHOT_PULL)) {
             w.form();
             reset();
-            w.launch(f, shape, calls_for(-1, -1, 262144), d.stream);  // output reaches past what is checked
+            w.launch(f, 2, shape, calls_for(-1, -1, 262144), d.stream);  // output reaches past what is checked
             CU(cuStreamSynchronize(d.stream));
             expect("capacity", -1, true, REASON_BAD_CALL, -1);
         }
         w.timeout_ns = 5000000000ull;
         w.form();
         reset();
-        w.launch(f, shape, calls_for(3, -1, num), d.stream);
+        w.launch(f, 2, shape, calls_for(3, -1, num), d.stream);
         usleep(3000);
         const u64 word = abort_word(REASON_HOST, 3, w.epoch, 0);
         t = now_us();
@@ -429,7 +438,7 @@ struct Peer {
         CU(cuMemHostGetDevicePointer(&status_device, status, 0));
         *status = 0;
         const Control c = make_control(g, rank, 1, 4000000000ull, status_device, windows.data());
-        CU(cuMemAlloc(&control, sizeof c));
+        control = windows[rank] + 24576;  // behind the signal area's structs: its page is hot anyway
         CU(cuMemcpyHtoD(control, &c, sizeof c));
         CU(cuCtxSynchronize());
     }
@@ -486,16 +495,17 @@ std::vector<Shape> shapes_for(u32 n, const Variant& v, u64 bytes, bool wide) {
     const bool two = v.algorithm >= TWO_SHOT_PUSH;
     const u64 work = std::max<u64>(1, (two ? (bytes / 16 + n - 1) / n : bytes / 16));
     std::vector<Shape> out;
-    for (u32 threads : {32u, 64u, 96u, 128u, 192u, 224u, 352u, 480u})
+    for (u32 threads : {32u, 64u, 96u, 128u, 160u, 224u, 256u, 352u, 480u})
         for (u32 blocks : {1u, 2u, 3u, 4u, 6u, 8u, 11u, 12u, 16u, 21u, 24u, 28u, 32u, 42u, 48u, 64u, 96u, 128u}) {
             const u64 total = (u64)threads * blocks;
-            if ((u64)n * blocks * (threads + SERVICE) > 132ull * 480) continue;
+            if ((u64)n * blocks * (threads + SERVICE) > 132ull * 1024) continue;
+            if (n > 4 && threads > 352) continue;
             if (blocks > 1 && total > work + work / 3 + 32) continue;
             if (blocks == 1 && threads > work + 31) continue;
-            const u64 cap = 132ull * 480 / n;
+            const u64 cap = 132ull * 512 / n;
             const u64 most = bytes >= (1 << 20) ? 16 : 6;
             if (total * most < std::min(work, cap * most / 3)) continue;
-            if (!wide && bytes >= (16 << 20) && (threads != 480 && threads != 224)) continue;
+            if (!wide && bytes >= (16 << 20) && threads != 480 && threads != 256 && threads != 352) continue;
             out.push_back({blocks, threads});
         }
     return out;
@@ -584,7 +594,7 @@ int bench_rank(const char* image, const char* floor_image, u32 n, u32 rank, Boar
         ::meet(board, n);
         Launch l;
         memset(&l, 0, sizeof l);
-        l.calls[0] = {p.control, v.direct ? (u64)0 : (u64)src, (u64)dst, c.bytes / 2, OP_SUM, v.direct ? CALL_DIRECT | CALL_SRC_IN_ARENA : 0};
+        l.calls[0] = complete({p.control, v.direct ? (u64)0 : (u64)src, (u64)dst, c.bytes / 2, OP_SUM, v.direct ? CALL_DIRECT | CALL_SRC_IN_ARENA : 0}, 2, c.shape);
         board->median[rank] = time_graph(p.d, f, c.shape, 1, l, c.pdl, reps_for(c.bytes));
         board->bad[rank] = (tune && c.bytes > 131072) ? 0 : verify(dst, n, c.bytes / 2);
         if (*(volatile u64*)p.status) board->bad[rank] = -1;
@@ -607,7 +617,8 @@ int bench_rank(const char* image, const char* floor_image, u32 n, u32 rank, Boar
         }
         ::meet(board, n);
     };
-    for (const Config& c : configs(n, tune)) run(c);
+    if (!getenv("FLOOR_ONLY"))
+        for (const Config& c : configs(n, tune)) run(c);
     if (tune) {  // again with programmatic launch, best shapes only
         std::vector<Config> again;
         for (u64 bytes : BENCH_SIZES)
@@ -627,21 +638,24 @@ int bench_rank(const char* image, const char* floor_image, u32 n, u32 rank, Boar
     if (floor_image) {
         CUmodule m;
         CU(cuModuleLoad(&m, floor_image));
-        for (int large = 0; large < 2; large++) {
+        CUdeviceptr scratch;
+        CU(cuMemAlloc(&scratch, 1 << 20));
+        CU(cuMemsetD8(scratch, 0, 1 << 20));
+        for (const char* name : {"floor_small", "floor_large", "floor_code_256", "floor_code_1024", "floor_code_4096", "floor_loads_1", "floor_loads_5", "floor_store",
+                                 "floor_release", "floor_atomic"}) {
             CUfunction f;
-            CU(cuModuleGetFunction(&f, m, large ? "floor_large" : "floor_small"));
-            for (Shape s : {Shape{1, 32}, Shape{8, 224}, Shape{28, 96}, Shape{16, 480}})
-                for (int pdl = 0; pdl < 2; pdl++) {
+            CU(cuModuleGetFunction(&f, m, name));
+            for (Shape s : {Shape{1, 64}, Shape{12, 224}})
+                for (int pdl = 0; pdl < 1; pdl++) {
                     Launch l;
                     memset(&l, 0, sizeof l);
+                    l.calls[0].control = scratch;
                     ::meet(board, n);
                     board->median[rank] = time_graph(p.d, f, s, 1, l, pdl, 21);
                     ::meet(board, n);
                     double worst = 0;
                     for (u32 r = 0; r < n; r++) worst = std::max(worst, board->median[r]);
-                    if (rank == 0)
-                        printf("ROW %-9s N=%-2u floor     (empty kernel, %3d B)    %-4s %3u x %-3u %8.2f us\n", "processes", n, large ? 640 : 40, pdl ? " pdl" : "",
-                               s.blocks, s.threads, worst);
+                    if (rank == 0) printf("ROW %-9s N=%-2u floor     %-25s%-4s %3u x %-3u %8.2f us\n", "processes", n, name, pdl ? " pdl" : "", s.blocks, s.threads, worst);
                     ::meet(board, n);
                 }
         }
@@ -653,6 +667,39 @@ int bench_rank(const char* image, const char* floor_image, u32 n, u32 rank, Boar
     fflush(stdout);
     ::meet(board, n);
     return failures != 0;
+}
+
+// With an image built with -DAR_TRACE: cycles between the stages of the one-shots, one data and one
+// service thread of block 0 of each rank, means over graph replays.
+int trace_rank(const char* image, u32 n, u32 rank, Board* board) {
+    Peer p(image, bench_geometry(n), rank, board);
+    bench_input(p.arena(), rank, (16 << 20) / 2);
+    for (const Config& c : {Config{0, 1024, {1, 64}, false, 0}, Config{3, 1024, {1, 64}, false, 0}, Config{0, 43008, {12, 224}, false, 0}, Config{3, 43008, {12, 224}, false, 0}, Config{0, 43008, {12, 224}, true, 0}}) {
+        ::meet(board, n);
+        const Variant& v = VARIANTS[c.variant];
+        Launch l;
+        memset(&l, 0, sizeof l);
+        l.calls[0] = complete({p.control, (u64)p.arena(), (u64)p.arena() + (16 << 20), c.bytes / 2, OP_SUM, 0}, 2, c.shape);
+        double sum[14] = {};
+        const int reps = 20;
+        double us = 0;
+        for (int i = 0; i < reps; i++) {
+            us += time_graph(p.d, p.d.get(v.kernel, DTYPE_BF16, n), c.shape, 1, l, c.pdl, 1) / reps;
+            long long t[16];
+            CU(cuMemcpyDtoH(t, p.windows[rank] + 20480, sizeof t));
+            for (int k = 0; k < 7; k++) sum[k] += (double)(t[k] - t[0]) / reps, sum[7 + k] += (double)(t[8 + k] - t[8]) / reps;
+        }
+        for (u32 r = 0; r < n; r++) {
+            ::meet(board, n);
+            if (r == rank && (r == 0 || r == n - 1)) {
+                printf("TRACE N=%u rank %u %s %llu B%s %.2f us | data: control %.0f sent %.0f arrived %.0f verdict %.0f stored %.0f end %.0f | service: control %.0f greeted %.0f met %.0f verdict %.0f end %.0f\n", n, r,
+                       v.name, c.bytes, c.pdl ? " pdl" : "", us, sum[1], sum[2], sum[3], sum[4], sum[5], sum[6], sum[8], sum[9], sum[10], sum[11], sum[13]);
+                fflush(stdout);
+            }
+            ::meet(board, n);
+        }
+    }
+    return 0;
 }
 
 int processes_rank(const char* image, u32 n, u32 rank, Board* board) {
@@ -680,10 +727,11 @@ int processes_rank(const char* image, u32 n, u32 rank, Board* board) {
                 if (bytes) memcpy(h_in, in[rank].data(), bytes);
                 Launch l;
                 memset(&l, 0, sizeof l);
-                l.calls[0] = {p.control, src + skew, dst + skew, num, op, VARIANTS[v].direct ? CALL_DIRECT : 0};
+                const Shape shape = round % 2 ? Shape{6, 96} : Shape{2, 224};
+                l.calls[0] = complete({p.control, src + skew, dst + skew, num, op, VARIANTS[v].direct ? CALL_DIRECT : 0}, (u32)reference::size_of(dtype), shape);
                 if (bytes) CU(cuMemcpyHtoDAsync(src + skew, h_in, bytes, p.d.stream));
                 if ((round + i) % (int)n == (int)rank) usleep(500);  // the slow rank
-                enqueue(p.d, p.d.get(VARIANTS[v].kernel, dt, n), round % 2 ? Shape{6, 96} : Shape{2, 224}, 1, l, false);
+                enqueue(p.d, p.d.get(VARIANTS[v].kernel, dt, n), shape, 1, l, false);
                 if (bytes) {  // the caller may overwrite its input right behind the call
                     CU(cuMemsetD8Async(src + skew, 0xa5, bytes, p.d.stream));
                     CU(cuMemcpyDtoHAsync(h_out, dst + skew, bytes, p.d.stream));
@@ -717,7 +765,7 @@ int fused(const char* image, u32 n, bool tune) {
         Launch l;
         memset(&l, 0, sizeof l);
         for (u32 r = 0; r < n; r++)
-            l.calls[r] = {w.controls[r], w.arena(r), w.arena(r) + (16 << 20), c.bytes / 2, OP_SUM, v.direct ? CALL_DIRECT : 0};
+            l.calls[r] = complete({w.controls[r], w.arena(r), w.arena(r) + (16 << 20), c.bytes / 2, OP_SUM, v.direct ? CALL_DIRECT : 0}, 2, c.shape);
         for (u32 r = 0; r < n; r++) CU(cuMemsetD8(w.arena(r) + (16 << 20), 0xcc, c.bytes));
         CU(cuCtxSynchronize());
         c.us = time_graph(d, f, c.shape, n, l, c.pdl, reps_for(c.bytes));
@@ -753,7 +801,7 @@ int main(int argc, char** argv) {
         if (pid == 0) {
             alarm(300);
             FILE* csv = r == 0 && argc > 6 ? fopen(argv[6], "a") : nullptr;
-            const int rc = mode == "bench" ? bench_rank(image, argc > 5 && argv[5][0] ? argv[5] : nullptr, n, r, board, tune, csv) : processes_rank(image, n, r, board);
+            const int rc = mode == "trace" ? trace_rank(image, n, r, board) : mode == "bench" ? bench_rank(image, argc > 5 && argv[5][0] ? argv[5] : nullptr, n, r, board, tune, csv) : processes_rank(image, n, r, board);
             if (csv) fclose(csv);
             fflush(stdout);
             _exit(rc);

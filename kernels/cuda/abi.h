@@ -1,0 +1,217 @@
+// What the host and the kernels agree on: launch parameters, control block, window layout, abort word.
+//
+// Owns the layout and nothing else; every struct is mirrored field by field by the host side, and both
+// sides assert sizes and offsets. Included by nvcc, NVRTC and g++, so it includes nothing itself.
+//
+// Terms: *epoch* is the incarnation of the communicator's membership, written by the host. *sequence*
+// is the number of the call within the epoch; it lives on the device and advances by one on every
+// call, whatever its grid or count, empty calls and failed calls too. Ranks run the same calls in the
+// same order, so equal sequence numbers name the same call on every rank.
+#pragma once
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define AR_BOTH __host__ __device__
+#else
+#define AR_BOTH
+#endif
+#if defined(__CUDACC_RTC__)
+#define AR_OFFSETOF(type, member) __INTADDR__(&(((type*)0)->member))
+#else
+#define AR_OFFSETOF(type, member) __builtin_offsetof(type, member)
+#endif
+
+namespace allreduced {
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr u32 ABI_VERSION = 1;
+constexpr u32 MAX_WORLD_SIZE = 16;
+// Upper bound of gridDim.x, the blocks of one rank; the flag arrays of a window have this many rows.
+constexpr u32 MAX_BLOCKS = 128;
+// Bytes of a pack, the unit of every fast path: staging is addressed in packs, and a call's last pack
+// is padded with zeros.
+constexpr u32 PACK_BYTES = 16;
+
+enum Algorithm : u32 {
+    ONE_SHOT_PUSH = 0,
+    ONE_SHOT_PULL = 1,
+    ONE_SHOT_PULL_INBAND = 2,
+    TWO_SHOT_PUSH = 3,
+    TWO_SHOT_PULL = 4,
+    TWO_SHOT_PULL_INBAND = 5,
+};
+
+enum Dtype : u32 { DTYPE_F32 = 0, DTYPE_F16 = 1, DTYPE_BF16 = 2 };
+
+enum Op : u32 { OP_SUM = 0, OP_AVG = 1, OP_MIN = 2, OP_MAX = 3 };
+
+// Why a call failed. Fits four bits and is never zero: a zero abort word means "none".
+enum Reason : u32 {
+    // The deadline passed while waiting for the named rank.
+    REASON_TIMEOUT = 1,
+    // The named rank runs another call: algorithm, launch shape, count, dtype, op or epoch differ.
+    REASON_MISMATCH = 2,
+    // The named rank is ahead by a whole call: it skipped one, or ran one too many.
+    REASON_SEQUENCE = 3,
+    // The named rank's own launch is outside the limits of its control block (capacity, world size,
+    // grid).
+    REASON_BAD_CALL = 4,
+    // Written by the host: the named rank left or was evicted, or the executor stops.
+    REASON_HOST = 5,
+};
+
+// Abort word and status word: one 64-bit store, so a reader sees all of it or nothing.
+//   bits  0..31  sequence of the call that failed
+//   bits 32..55  epoch, modulo 2^24
+//   bits 56..59  rank that is missing or at fault
+//   bits 60..63  Reason
+AR_BOTH constexpr u64 abort_word(u32 reason, u32 rank, u32 epoch, u32 sequence) {
+    return (u64)sequence | ((u64)(epoch & 0xffffffu) << 32) | ((u64)(rank & 15u) << 56) |
+           ((u64)(reason & 15u) << 60);
+}
+
+// Call::flags.
+// The source is readable by every peer (window arena, or memory that the launching process has mapped
+// for all ranks): pull it in place instead of staging it. All ranks set it or none does; it is part
+// of the signature. Ignored by the push algorithms.
+constexpr u32 CALL_DIRECT = 1u << 0;
+// `src` / `dst` are byte offsets from the rank's own arena base instead of addresses, so that a
+// captured call survives re-forming, which moves the arena.
+constexpr u32 CALL_SRC_IN_ARENA = 1u << 1;
+constexpr u32 CALL_DST_IN_ARENA = 1u << 2;
+
+// One rank's part of one all-reduce. The last four words follow from the others and the launch shape;
+// the host computes them (make_call), because what a kernel runs before its first load is its slowest code.
+struct Call {
+    u64 control;    // device address of the rank's Control
+    u64 src;        // address (or arena offset) of num_elems elements; element-aligned
+    u64 dst;        // likewise; equal to src (in place) or disjoint from it
+    u64 num_elems;  // elements, may be 0
+    u32 op;         // Op
+    u32 flags;      // CALL_*
+    u32 signature;  // call_signature
+    u32 num_packs;  // ceil(num_elems / elements of a pack)
+    u32 src_whole_packs;  // packs of src that are one aligned access: 0 if src is not 16-byte aligned,
+    u32 dst_whole_packs;  // else floor(num_elems / elements of a pack); arenas are 16-byte aligned
+};
+static_assert(sizeof(Call) == 56, "ABI");
+static_assert(AR_OFFSETOF(Call, op) == 32, "ABI");
+static_assert(AR_OFFSETOF(Call, src_whole_packs) == 48, "ABI");
+
+// Most packs of one call: 32 GiB.
+constexpr u32 MAX_PACKS = 0x7fffffffu;
+
+// What all ranks must agree on before any data is used; the kernel adds algorithm, dtype and epoch.
+AR_BOTH constexpr u32 signature_mix(u32 h, u32 v) { return ((h ^ v) * 0x9e3779b1u) ^ (((h ^ v) * 0x9e3779b1u) >> 15); }
+AR_BOTH constexpr u32 call_signature(u32 op, u32 flags, u64 num_elems, u32 blocks, u32 data_threads) {
+    return signature_mix(
+        signature_mix(signature_mix(signature_mix(0x811c9dc5u, op | (flags & CALL_DIRECT) << 8), (u32)num_elems), (u32)(num_elems >> 32)),
+        blocks | data_threads << 16);
+}
+// num_elems must not exceed MAX_PACKS packs.
+AR_BOTH constexpr Call make_call(u64 control, u64 src, u64 dst, u64 num_elems, u32 elem_bytes, u32 op, u32 flags, u32 blocks,
+                                 u32 data_threads) {
+    const u32 pack = PACK_BYTES / elem_bytes;
+    return Call{control, src, dst, num_elems, op, flags, call_signature(op, flags, num_elems, blocks, data_threads),
+                (u32)((num_elems + pack - 1) / pack), src % PACK_BYTES ? 0u : (u32)(num_elems / pack),
+                dst % PACK_BYTES ? 0u : (u32)(num_elems / pack)};
+}
+
+// The single kernel parameter. blockIdx.y selects the entry: ranks that share a GPU go into one launch
+// of gridDim.y ranks; a lone rank uses entry 0.
+struct Launch {
+    Call calls[MAX_WORLD_SIZE];
+};
+static_assert(sizeof(Launch) == 896, "ABI");
+
+// What a block carries from call to call. Each block reads its own at the start of a call and writes it
+// at the end; block 0 writes those of blocks that this call's grid does not have, so all advance alike.
+struct BlockState {
+    u32 sequence;  // of the last call; stored last: it also says that the block has finished it
+    u32 turn;      // of the last in-band pull
+    u32 dirty_input_packs;  // what that turn left behind in its slot's two parts
+    u32 dirty_result_packs;
+};
+static_assert(sizeof(BlockState) == 16, "ABI");
+
+// A rank's control block, in device memory of the process that launches. Captured graphs hold its
+// address only; re-forming rewrites what it points to. The host writes it while no call is in flight.
+struct Control {
+    u32 abi_version;
+    u32 world_size;
+    u32 rank;
+    u32 epoch;
+    u64 timeout_ns;  // longest wait of one call, by %globaltimer
+    u64 status;      // address of the rank's status word in host-mapped memory; written, never read
+    // Regions of a window: offsets from its base, the same for every rank, multiples of 16; sizes in
+    // bytes, multiples of 32. See "Window" below.
+    u64 push_offset;
+    u64 push_slot_bytes;
+    u64 inband_offset;
+    u64 inband_part_bytes;
+    u64 staging_offset;
+    u64 staging_part_bytes;
+    u32 failed;      // set by the device: a call of this epoch failed here, later ones touch no window
+    u32 reserved0[11];
+    u64 window[MAX_WORLD_SIZE];  // base of each rank's window, as mapped in this process
+    u64 arena[MAX_WORLD_SIZE];   // base of each rank's arena, likewise; direct sources are relative to it
+
+    // From here on owned by the device; zeroed by the host when an epoch begins.
+    u32 abandoned[2];        // blocks that have failed and seen all others finish, by sequence parity
+    u32 reserved1[30];
+    BlockState blocks[MAX_BLOCKS];
+};
+constexpr u32 CONTROL_COPY_BYTES = 384;  // what every block copies: all before `abandoned`
+static_assert(sizeof(Control) == 2560, "ABI");
+static_assert(AR_OFFSETOF(Control, timeout_ns) == 16, "ABI");
+static_assert(AR_OFFSETOF(Control, push_offset) == 32, "ABI");
+static_assert(AR_OFFSETOF(Control, failed) == 80, "ABI");
+static_assert(AR_OFFSETOF(Control, window) == 128, "ABI");
+static_assert(AR_OFFSETOF(Control, arena) == 256, "ABI");
+static_assert(AR_OFFSETOF(Control, abandoned) == CONTROL_COPY_BYTES, "ABI");
+static_assert(AR_OFFSETOF(Control, blocks) == 512, "ABI");
+
+// Window of a rank: signal area, then the regions named by Control, then the arena.
+//
+//   signal   SIGNAL_BYTES, zeroed at the start of an epoch
+//   push     2 parities x world_size sources x push_slot_bytes, all bytes 0xff at the start
+//   inband   4 turns x 2 parts (input, result) x inband_part_bytes, all bytes 0xff at the start
+//   staging  2 parities x 2 parts (input, result) x staging_part_bytes, any content
+//
+// Largest tensor (padded to packs) per algorithm:
+//   one_shot_push         push_slot_bytes
+//   two_shot_push         world_size slices of push_slot_bytes / 2
+//   one/two_shot_pull_inband   inband_part_bytes (direct two-shot: world_size slices of it)
+//   one/two_shot_pull     staging_part_bytes (direct, not in place: one-shot unlimited,
+//                         two-shot world_size slices of it)
+
+// One 32-byte header per (parity, source), written by the source into every peer's window: its hello
+// for a call. Each word carries the sequence in its low half, so no word depends on another's arrival.
+struct Header {
+    u64 call;       // sequence | signature << 32
+    u64 source_lo;  // sequence | low half of the source's arena offset << 32 (direct only)
+    u64 source_hi;  // sequence | high half << 32 (direct only)
+    u64 reserved;
+};
+
+struct Signal {
+    u64 abort;  // 0, or the abort_word that ended the epoch
+    u64 reserved0[15];
+    Header header[2][MAX_WORLD_SIZE];           // by sequence parity and source
+    u32 ready[MAX_BLOCKS][MAX_WORLD_SIZE];      // sequence, by block and source
+    u32 done[MAX_BLOCKS][MAX_WORLD_SIZE];       // likewise
+};
+constexpr u64 SIGNAL_BYTES = 32768;
+static_assert(sizeof(Header) == 32, "ABI");
+static_assert(AR_OFFSETOF(Signal, header) == 128, "ABI");
+static_assert(AR_OFFSETOF(Signal, ready) == 1152, "ABI");
+static_assert(AR_OFFSETOF(Signal, done) == 9344, "ABI");
+static_assert(sizeof(Signal) == 17536 && sizeof(Signal) <= SIGNAL_BYTES, "ABI");
+
+// The word that marks "not yet arrived" in the push and inband regions.
+constexpr u32 EMPTY_WORD = 0xffffffffu;
+
+}  // namespace allreduced

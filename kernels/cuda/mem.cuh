@@ -1,0 +1,224 @@
+// Every access to memory that another thread, block, GPU or process may touch, and the thread model.
+//
+// Two implementations of one set of functions: inline PTX, and std::atomic for the g++ harness in
+// sim/. The kernels use nothing else, so the protocol that is run under ThreadSanitizer is the one
+// that runs on the GPU. No stand-alone fences: ThreadSanitizer cannot see them.
+//
+// Scope is .sys throughout for words that peers see (they may sit on another GPU), .gpu for words that
+// only blocks of one launch share. `weak` accesses are ordinary ones: legal only where a named
+// release/acquire pair or a kernel boundary orders them.
+#pragma once
+#include "abi.h"
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define AR_CUDA 1
+#define AR_DEV __device__ __forceinline__
+#define AR_DEV_COLD __device__ __noinline__
+#define AR_WAIT_SITE(rank, site) false
+#else
+#define AR_CUDA 0
+#define AR_DEV inline
+#define AR_DEV_COLD inline
+#include "sim/model.hpp"
+#endif
+
+namespace allreduced {
+
+struct alignas(16) Pack {
+    u32 w[4];
+};
+
+// Where a block can wait; the harness raises an abort at each of them.
+enum WaitSite : u32 {
+    WAIT_HEADER = 0,
+    WAIT_INPUT = 1,
+    WAIT_RESULT = 2,
+    WAIT_READY = 3,
+    WAIT_DONE = 4,
+    WAIT_SITES = 5,
+};
+
+#if !AR_CUDA
+}  // namespace allreduced
+#include "sim/model_pack.hpp"
+namespace allreduced {
+#endif
+
+#if AR_CUDA
+
+// Threads of a block that carry no data: one warp that greets peers, waits for their headers and
+// flags, and looks at the abort word, so that those loads overlap with the data's.
+constexpr u32 SERVICE_THREADS = 32;
+
+AR_DEV u32 thread_x() { return threadIdx.x; }
+AR_DEV u32 block_x() { return blockIdx.x; }
+AR_DEV u32 block_y() { return blockIdx.y; }
+AR_DEV u32 grid_x() { return gridDim.x; }
+AR_DEV u32 block_dim() { return blockDim.x; }
+
+// Barrier of the block: orders all its threads' accesses before against all after.
+AR_DEV void sync_block() { __syncthreads(); }
+AR_DEV bool sync_block_or(bool v) { return __syncthreads_or(v) != 0; }
+
+// Launched with programmatic serialization: waits until the previous kernel in the stream has
+// completed and its writes are visible, then lets the next one be scheduled (it waits here in turn, so
+// at most one is ahead). Without that launch attribute both do nothing.
+AR_DEV void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Most data threads of a block of an instance for up to W ranks: by registers, and from W = 8 on by the
+// shared memory of Scratch.
+template <int W>
+constexpr u32 MAX_DATA_THREADS = W <= 4 ? 480 : W <= 8 ? 352 : 160;
+
+// W packs of this thread's own in shared memory: an array that can be indexed at run time.
+template <int W>
+struct Scratch {
+    Pack* rows;
+    AR_DEV Scratch() {
+        __shared__ Pack all[W][MAX_DATA_THREADS<W>];
+        rows = &all[0][threadIdx.x];
+    }
+    AR_DEV Pack& operator[](u32 r) { return rows[r * MAX_DATA_THREADS<W>]; }
+};
+
+AR_DEV u64 now_ns() {
+    u64 t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+    return t;
+}
+AR_DEV void pause() {}
+
+AR_DEV Pack ld_weak_pack(u64 a) {
+    Pack v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+                 : "l"(a)
+                 : "memory");
+    return v;
+}
+AR_DEV void st_weak_pack(u64 a, const Pack& v) {
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(a), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]),
+                 "r"(v.w[3])
+                 : "memory");
+}
+AR_DEV u64 ld_weak_u64(u64 a) {
+    u64 v;
+    asm volatile("ld.global.u64 %0, [%1];" : "=l"(v) : "l"(a) : "memory");
+    return v;
+}
+AR_DEV u32 ld_weak_u32(u64 a) {
+    u32 v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(a) : "memory");
+    return v;
+}
+AR_DEV u32 ld_weak_u16(u64 a) {
+    u16 v;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(a) : "memory");
+    return v;
+}
+AR_DEV void st_weak_u64(u64 a, u64 v) { asm volatile("st.global.u64 [%0], %1;" ::"l"(a), "l"(v) : "memory"); }
+AR_DEV void st_weak_u32(u64 a, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(a), "r"(v) : "memory"); }
+AR_DEV void st_weak_u16(u64 a, u32 v) {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(a), "h"((u16)v) : "memory");
+}
+
+// In-band data. A pack is four words that may become visible one by one and in any order.
+AR_DEV Pack ld_relaxed_pack(u64 a) {
+    Pack v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+                 : "l"(a)
+                 : "memory");
+    return v;
+}
+// Loads only where `when`, by a predicate and not a branch. DEPENDENT: the other half of
+// st_dependent_pack.
+template <bool DEPENDENT>
+AR_DEV void ld_pack_if(Pack& v, u64 a, bool when) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %5, 0;\n\t"
+        "@p ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+        : "+r"(v.w[0]), "+r"(v.w[1]), "+r"(v.w[2]), "+r"(v.w[3])
+        : "l"(a), "r"((u32)when)
+        : "memory");
+}
+AR_DEV void st_relaxed_pack(u64 a, const Pack& v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(a), "r"(v.w[0]), "r"(v.w[1]),
+                 "r"(v.w[2]), "r"(v.w[3])
+                 : "memory");
+}
+// A result that tells its reader "what I was computed from has been read": the value cannot exist
+// before the loads it depends on have returned, and a load that has returned cannot see a later write.
+// Relaxed is enough for that on a GPU; the harness, where such dependencies order nothing, releases.
+AR_DEV void st_dependent_pack(u64 a, const Pack& v) { st_relaxed_pack(a, v); }
+AR_DEV u64 ld_relaxed_u64(u64 a) {
+    u64 v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(a) : "memory");
+    return v;
+}
+AR_DEV void st_relaxed_u64(u64 a, u64 v) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(a), "l"(v) : "memory");
+}
+AR_DEV u64 ld_acquire_u64(u64 a) {
+    u64 v;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(a) : "memory");
+    return v;
+}
+AR_DEV u32 ld_acquire_u32(u64 a) {
+    u32 v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(a) : "memory");
+    return v;
+}
+AR_DEV void st_release_u32(u64 a, u32 v) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(a), "r"(v) : "memory");
+}
+
+// Publishes what earlier kernels of this stream wrote: the kernel boundary already made those writes
+// visible system-wide, so a relaxed store after it is enough. The harness, whose "kernels" begin at an
+// ordinary barrier, releases here.
+AR_DEV void st_after_boundary_u64(u64 a, u64 v) { st_relaxed_u64(a, v); }
+// Says "this block has read": ordered after the loads of the whole block, because sync_block came
+// between and each load's value was consumed before it. It publishes no data.
+AR_DEV void st_after_reads_u32(u64 a, u32 v) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(a), "r"(v) : "memory");
+}
+// The other half: the kernel's end follows, nothing is read on the strength of it.
+AR_DEV u32 ld_before_end_u32(u64 a) {
+    u32 v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(a) : "memory");
+    return v;
+}
+
+// "This block has finished": after its stores to the output, which a failing block must not meet later.
+// Relaxed on the GPU, where a fence at every call's end would cost more than the flag; the failing
+// block waits long enough instead (abandon_call).
+AR_DEV void st_finished_u32(u64 a, u32 v) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(a), "r"(v) : "memory");
+}
+// Adds 1, returns the old value; any one of several failing blocks.
+AR_DEV u32 abandon_add(u64 a) {
+    u32 v;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(a) : "memory");
+    return v;
+}
+AR_DEV u32 ld_finished_u32(u64 a) {
+    u32 v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(a) : "memory");
+    return v;
+}
+
+#endif  // AR_CUDA
+
+#if AR_CUDA && defined(AR_TRACE)
+// Measuring aid: cycle counts of one data thread and one service thread, left in the signal area's tail.
+#define AR_STAMP(b, i) ((b).stamps[i] = clock64())
+#else
+#define AR_STAMP(b, i) ((void)0)
+#endif
+
+}  // namespace allreduced

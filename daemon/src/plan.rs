@@ -65,9 +65,9 @@ pub(crate) enum Refusal {
     NoSuchBackend(Backend),
 }
 
-/// Bytes read (all ranks' tensors) up to which a reduction runs on the communicator's own thread.
-/// Below it, handing over to other threads costs more than it saves (docs/benchmarks.md, "inline or
-/// pooled"); above it, the reduction would delay every other call of the communicator.
+/// Bytes read (all ranks' tensors) up to which a reduction runs on the communicator's own thread. There
+/// one thread takes some 30 us (docs/benchmarks.md, lane "reduce"), a fraction of a round trip; more, and
+/// every other call of the communicator would wait for it noticeably.
 pub(crate) const INLINE_MAX_BYTES: u64 = 1 << 20;
 
 /// Bytes read for each thread that shares a reduction, at least.

@@ -340,7 +340,7 @@ fn communicator_text(communicator: &CommunicatorReport) -> String {
     }
     let _ = writeln!(
         out,
-        "  executor  pid {}, {} resident of which windows up to {}, {}",
+        "  executor  pid {}, {} resident, windows of {}, {}",
         communicator.executor_pid,
         mib(communicator.executor_rss_bytes),
         mib(communicator.window_bytes),

@@ -14,8 +14,8 @@
 
 use crate::v1::RegionKind;
 use nix::errno::Errno;
-use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg};
-use std::io::{IoSlice, IoSliceMut};
+use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
+use std::io::IoSlice;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 /// Length of the token that Open answers.
@@ -288,31 +288,18 @@ fn send(
     .map_err(CompanionError::Socket)
 }
 
+/// Descriptors that one packet can carry at most (SCM_MAX_FD of unix(7)).
+const MAX_DESCRIPTORS: usize = 253;
+
+/// Receives one packet and at most one descriptor. Whatever came along is owned at once: a peer that
+/// sends more, or at a moment when this process has no free descriptor, leaves none open here.
 fn receive<const LEN: usize>(
     socket: BorrowedFd<'_>,
 ) -> Result<(Vec<u8>, Option<OwnedFd>), CompanionError> {
     // One byte more than a packet has, so that a longer one shows.
     let mut packet = vec![0_u8; LEN + 1];
-    let mut control = nix::cmsg_space!([RawFd; 4]);
-    let (len_bytes, fds) = {
-        let mut iov = [IoSliceMut::new(&mut packet)];
-        let message = recvmsg::<UnixAddr>(
-            socket.as_raw_fd(),
-            &mut iov,
-            Some(&mut control),
-            MsgFlags::MSG_CMSG_CLOEXEC,
-        )
-        .map_err(CompanionError::Socket)?;
-        let mut fds = Vec::new();
-        if let Ok(messages) = message.cmsgs() {
-            for message in messages {
-                if let ControlMessageOwned::ScmRights(received) = message {
-                    fds.extend(received.into_iter().map(own));
-                }
-            }
-        }
-        (message.bytes, fds)
-    };
+    let mut control = nix::cmsg_space!([RawFd; MAX_DESCRIPTORS]);
+    let (len_bytes, fds) = receive_owned(socket, &mut packet, &mut control)?;
     if len_bytes == 0 {
         return Err(CompanionError::Closed);
     }
@@ -325,10 +312,51 @@ fn receive<const LEN: usize>(
     }
 }
 
-#[allow(unsafe_code)] // room: shared memory
-fn own(fd: RawFd) -> OwnedFd {
-    // SAFETY: the kernel has just made this descriptor for us in recvmsg, and nobody else knows it.
-    unsafe { OwnedFd::from_raw_fd(fd) }
+/// recvmsg(2) that owns every descriptor which the kernel installed, also where it had to truncate the
+/// control data; nix's iterator then gives none of them, and they would stay open for ever.
+#[allow(unsafe_code)] // room: file descriptors
+fn receive_owned(
+    socket: BorrowedFd<'_>,
+    packet: &mut [u8],
+    control: &mut Vec<u8>,
+) -> Result<(usize, Vec<OwnedFd>), CompanionError> {
+    let mut part = libc::iovec {
+        iov_base: packet.as_mut_ptr().cast(),
+        iov_len: packet.len(),
+    };
+    // SAFETY: msghdr is plain data for which all zeroes is a value.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = &raw mut part;
+    message.msg_iovlen = 1;
+    message.msg_control = control.as_mut_ptr().cast();
+    message.msg_controllen = control.capacity();
+    // SAFETY: the message names two live buffers with their lengths, which nobody else uses meanwhile;
+    // the capacity of `control` is allocated, and the kernel writes before anything is read.
+    let received =
+        unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
+    let len_bytes = Errno::result(received).map_err(CompanionError::Socket)?;
+    let mut fds = Vec::new();
+    // SAFETY: the kernel has filled msg_control up to msg_controllen with well-formed headers, which the
+    // CMSG macros walk without leaving it. Each descriptor in them was made by this call for this
+    // process, and nobody else knows it.
+    unsafe {
+        let mut header = libc::CMSG_FIRSTHDR(&raw const message);
+        while !header.is_null() {
+            let is_rights =
+                (*header).cmsg_level == libc::SOL_SOCKET && (*header).cmsg_type == libc::SCM_RIGHTS;
+            if is_rights {
+                let data = libc::CMSG_DATA(header);
+                let start = data.addr() - header.addr();
+                let count = (*header).cmsg_len.saturating_sub(start) / size_of::<RawFd>();
+                for index in 0..count {
+                    let fd = data.cast::<RawFd>().add(index).read_unaligned();
+                    fds.push(OwnedFd::from_raw_fd(fd));
+                }
+            }
+            header = libc::CMSG_NXTHDR(&raw const message, header);
+        }
+    }
+    Ok((usize::try_from(len_bytes).unwrap_or(0), fds))
 }
 
 #[cfg(test)]
@@ -376,6 +404,29 @@ mod tests {
             reply.send(executor.as_fd(), None).unwrap();
             assert_eq!(Reply::receive(client.as_fd()).unwrap().0, reply);
         }
+    }
+
+    #[test]
+    fn descriptors_too_many_are_closed() {
+        let (client, executor) = sockets();
+        let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+        let null = std::fs::File::open("/dev/null").unwrap();
+        let packet = request(Kind::Hand).encode();
+        let before = open();
+        for count in [2, 5, MAX_DESCRIPTORS] {
+            let fds = vec![null.as_raw_fd(); count];
+            let rights = [ControlMessage::ScmRights(&fds)];
+            let part = [IoSlice::new(&packet)];
+            sendmsg::<UnixAddr>(client.as_raw_fd(), &part, &rights, MsgFlags::empty(), None)
+                .unwrap();
+            let received = Request::receive(executor.as_fd());
+            assert!(
+                matches!(received, Err(CompanionError::Malformed)),
+                "{count}"
+            );
+        }
+        // Other tests of this process open and close some meanwhile; 250 would show.
+        assert!(open() < before + 100, "{} {}", before, open());
     }
 
     #[test]

@@ -15,6 +15,7 @@ use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use nix::sys::stat::fstat;
+use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 use nix::unistd::ftruncate;
 use std::ffi::CStr;
 use std::num::NonZeroUsize;
@@ -114,6 +115,11 @@ impl SealedMemory {
         if !SealFlag::from_bits_retain(seals).contains(SEALS) {
             return Err(MemoryError::NotSealed);
         }
+        // Not a hugetlbfs file: a hole in one of those is filled from a pool that may be empty.
+        let on_tmpfs = fstatfs(&fd).is_ok_and(|found| found.filesystem_type() == TMPFS_MAGIC);
+        if !on_tmpfs {
+            return Err(MemoryError::NotSealed);
+        }
         let actual = fstat(&fd)
             .ok()
             .and_then(|stat| u64::try_from(stat.st_size).ok())
@@ -150,8 +156,9 @@ impl SealedMemory {
     pub fn map(&self) -> Result<Mapping, MemoryError> {
         let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: no address is asked for, so no existing mapping is replaced; the descriptor is open
-        // and sealed against shrinking (both constructors see to it), so every page of the mapping
-        // stays backed for as long as it lives.
+        // and sealed against shrinking, and lies on tmpfs (both constructors see to it), so every access
+        // to the mapping finds its page, or a zero page in the place of one punched out, or memory has
+        // run out for everybody.
         let start = unsafe {
             mmap(
                 None,

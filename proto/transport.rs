@@ -4,7 +4,7 @@
 //! both directions at once; on a Unix socket the kernel then wakes a sender each time its peer reads
 //! (unix_write_space), which for small messages is one useless wake-up an RPC and side, of 30 us where
 //! the processor was idle (docs/benchmarks.md, "transport"). This one registers for reading, and for
-//! writing only while the socket's buffer is full.
+//! writing from the first time that the socket's buffer was full.
 #![allow(unsafe_code)] // room: file descriptors
 
 use nix::errno::Errno;

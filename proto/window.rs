@@ -90,6 +90,9 @@ pub enum BadControl {
     Memory(#[from] MemoryError),
 }
 
+/// A year: longer timeouts mean "for ever", and would overflow a clock.
+const LONGEST_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
+
 /// How a wait for a sequence ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Settled {
@@ -198,7 +201,7 @@ impl Control {
 
     /// Rank: sleeps until the executor is done with `sequence`, at most for `timeout`.
     pub fn wait_settled(&self, sequence: u64, timeout: Duration) -> Settled {
-        let deadline = Instant::now() + timeout;
+        let deadline = Instant::now() + timeout.min(LONGEST_WAIT);
         loop {
             // SYNC: changes. Acquire, and before looking: a store after this load changes the count,
             // and the futex then refuses to sleep, so no wake-up is lost.

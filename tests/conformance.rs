@@ -231,7 +231,7 @@ fn registered_memory_equals_the_reference() {
     ranks(2, |rank| {
         let communicator = join(daemon.socket(), "registered", rank, 2);
         let len_bytes = std::num::NonZeroUsize::new(4096).unwrap();
-        let memory = allreduce_client::SealedMemory::create(c"mine", len_bytes).unwrap();
+        let memory = allreduce_client::Memory::create(len_bytes).unwrap();
         let mut buffer = communicator
             .register::<allreduce_client::bf16>(memory)
             .unwrap();

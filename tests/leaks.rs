@@ -4,7 +4,7 @@
 
 mod harness;
 
-use allreduce_client::{Op, SealedMemory};
+use allreduce_client::{Memory, Op};
 use harness::raw::{executor_pid, info};
 use harness::worker::Worker;
 use harness::{children_of, daemon, eventually, join, open_fds, reduce_one, watchdog};
@@ -124,7 +124,7 @@ fn killed_ranks_and_registered_memory_leave_nothing() {
         let communicator = join(socket, "registered", 0, 1);
         for _ in 0..3 {
             let len_bytes = NonZeroUsize::new(8192).unwrap();
-            let memory = SealedMemory::create(c"test", len_bytes).unwrap();
+            let memory = Memory::create(len_bytes).unwrap();
             let buffer = communicator.register::<f32>(memory).unwrap();
             drop(communicator.all_reduce(buffer, Op::Sum).unwrap());
         }

@@ -117,18 +117,23 @@ impl Attachment {
                     .enable_all()
                     .build();
                 let over = match runtime {
-                    Ok(runtime) => runtime.block_on(async {
-                        let member = Member {
-                            at,
-                            state: &state,
-                            drain,
-                        };
-                        tokio::select! {
-                            over = member.run(hello, todo) => over,
-                            // Whatever it is stuck in, an executor that does not answer say.
-                            () = cut_off(told_to_leave) => Over::Left,
-                        }
-                    }),
+                    Ok(runtime) => {
+                        let over = runtime.block_on(async {
+                            let member = Member {
+                                at,
+                                state: &state,
+                                drain,
+                            };
+                            tokio::select! {
+                                over = member.run(hello, todo) => over,
+                                // Whatever it is stuck in, an executor that does not answer say.
+                                () = cut_off(told_to_leave) => Over::Left,
+                            }
+                        });
+                        // A blocking exchange with an executor that hangs may still be under way.
+                        runtime.shutdown_background();
+                        over
+                    }
                     Err(error) => Over::Lost(error.to_string()),
                 };
                 // What ended it first stays the reason.
@@ -244,7 +249,10 @@ impl Member<'_> {
                             interval = Duration::from_millis(u64::from(joined.heartbeat_interval_ms));
                             timeout = Duration::from_millis(u64::from(joined.heartbeat_timeout_ms));
                             next_beat = heard + interval;
-                            match map_window(&self.at, rank, joined) {
+                            let at = self.at.clone();
+                            let mapping = tokio::task::spawn_blocking(move || map_window(&at, rank, joined));
+                            let mapped = mapping.await.unwrap_or_else(|error| Err(error.to_string()));
+                            match mapped {
                                 Ok(mapped) => {
                                     window = Some(Arc::new(mapped));
                                     self.state.send_replace(Membership::Joined);

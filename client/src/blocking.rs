@@ -4,11 +4,10 @@
 //! other thread is woken for a reduction, which is what makes it the fastest front. Do not call it from
 //! async code.
 
-use crate::buffer::{Buffer, Element};
+use crate::buffer::{Buffer, Element, Memory};
 use crate::client::JoinOptions;
 use crate::communicator::{AllReduceOptions, Outcome};
 use crate::error::{BufferError, ConnectError, Failed, JoinError, Refused, StillRunning};
-use allreduce_contract::memory::SealedMemory;
 use allreduce_contract::{Backend, Lane, Op};
 use std::io;
 use std::path::Path;
@@ -108,7 +107,7 @@ impl Communicator {
     ///
     /// # Errors
     /// [`BufferError`].
-    pub fn register<T: Element>(&self, memory: SealedMemory) -> Result<Buffer<T>, BufferError> {
+    pub fn register<T: Element>(&self, memory: Memory) -> Result<Buffer<T>, BufferError> {
         self.runtime.block_on(self.communicator.register(memory))
     }
 

@@ -7,9 +7,10 @@
 
 use crate::attach::Errand;
 use allreduce_contract::Dtype;
-use allreduce_contract::memory::{Mapping, SealedMemory};
+use allreduce_contract::memory::{Mapping, MemoryError, SealedMemory};
 use std::fmt;
 use std::marker::PhantomData;
+use std::num::NonZeroUsize;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -45,13 +46,38 @@ macro_rules! element {
 
 element!(f32 => F32, f64 => F64, half::f16 => F16, half::bf16 => Bf16, i32 => I32, i64 => I64);
 
+/// The worker's own memory, to be registered with one communicator after the other; its contents outlive
+/// each. It cannot be made from, nor turned into, a file descriptor: nobody but this value and the executor
+/// it is registered with can reach the bytes, which is what makes a buffer's slices sound.
+#[derive(Debug)]
+pub struct Memory(SealedMemory);
+
+impl Memory {
+    /// Allocates `len_bytes` (at least 1) zero bytes.
+    ///
+    /// # Errors
+    /// [`MemoryError`]: the machine or the cgroup has not that much.
+    pub fn create(len_bytes: NonZeroUsize) -> Result<Self, MemoryError> {
+        SealedMemory::create(c"allreduce-client", len_bytes).map(Self)
+    }
+
+    /// Length in bytes.
+    pub fn len_bytes(&self) -> NonZeroUsize {
+        self.0.len_bytes()
+    }
+
+    pub(crate) fn sealed(&self) -> &SealedMemory {
+        &self.0
+    }
+}
+
 /// Memory for `len()` elements that reductions can work on, and that only this value gives access to.
 pub struct Buffer<T: Element> {
     id: u64,
     start: NonNull<u8>,
     num_elems: usize,
     /// The worker's own memory, if the buffer was registered.
-    memory: Option<SealedMemory>,
+    memory: Option<Memory>,
     errands: mpsc::UnboundedSender<Errand>,
     // Keeps `start` mapped.
     _mapping: Arc<Mapping>,
@@ -74,7 +100,7 @@ impl<T: Element> Buffer<T> {
         mapping: Arc<Mapping>,
         offset_bytes: u64,
         num_elems: usize,
-        memory: Option<SealedMemory>,
+        memory: Option<Memory>,
         errands: mpsc::UnboundedSender<Errand>,
     ) -> Option<Self> {
         let len_bytes = num_elems.checked_mul(size_of::<T>())?;
@@ -131,7 +157,7 @@ impl<T: Element> Buffer<T> {
 
     /// Gives a registered buffer's memory back; none for an allocated buffer, which is released.
     /// The contents stay, so that they can be registered again in the next epoch.
-    pub fn into_memory(mut self) -> Option<SealedMemory> {
+    pub fn into_memory(mut self) -> Option<Memory> {
         self.memory.take()
     }
 }

@@ -15,6 +15,11 @@ use tokio::time::Instant;
 /// First pause before dialling again; doubles up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+/// A year: longer timeouts mean "for ever", and would overflow a clock.
+const LONGEST_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
+/// Beyond the executor's own deadline for joining (120 s unless configured otherwise), so that its
+/// answer, which names the missing ranks, comes first.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(150);
 
 /// The socket of the node's daemon when none is named: `ALLREDUCED_SOCKET`, else the service's.
 pub fn default_socket() -> PathBuf {
@@ -52,7 +57,7 @@ impl JoinOptions {
             lanes: Vec::new(),
             arena_len_bytes: 0,
             client_name: program.unwrap_or_default(),
-            timeout: Duration::from_secs(120),
+            timeout: JOIN_TIMEOUT,
         }
     }
 
@@ -84,7 +89,7 @@ impl JoinOptions {
         self
     }
 
-    /// How long to wait for the daemon and for the other ranks; 120 s by default.
+    /// How long to wait for the daemon and for the other ranks; 150 s by default.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -121,7 +126,7 @@ impl Client {
     /// # Errors
     /// [`JoinError`]; a refusal is final, and says why.
     pub async fn join(&self, options: JoinOptions) -> Result<Communicator, JoinError> {
-        let deadline = Instant::now() + options.timeout;
+        let deadline = Instant::now() + options.timeout.min(LONGEST_WAIT);
         let mut pause = FIRST_PAUSE;
         loop {
             let again = match self.try_join(&options, deadline).await {

@@ -4,10 +4,9 @@
 //! foreign buffers and ranges that leave them.
 
 use crate::attach::{Attachment, Errand, ExecutorAt, Membership, Over, Window, exchange};
-use crate::buffer::{Buffer, Element};
+use crate::buffer::{Buffer, Element, Memory};
 use crate::error::{AllReduceError, BufferError, Failed, Refused, StillRunning, connection_ended};
 use allreduce_contract::companion::{Kind, Reply, Request};
-use allreduce_contract::memory::SealedMemory;
 use allreduce_contract::v1::buffers_client::BuffersClient;
 use allreduce_contract::v1::collectives_client::CollectivesClient;
 use allreduce_contract::v1::{
@@ -21,7 +20,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tonic::transport::Channel;
 
 /// Beyond a call's deadline, which the executor keeps: how long it may take to say so. An executor that
@@ -89,6 +88,8 @@ pub struct Communicator {
     buffers: BuffersClient<Channel>,
     window: Arc<Window>,
     next_sequence: AtomicU64,
+    /// Notified whenever a call is answered.
+    answered: Arc<Notify>,
     attachment: Attachment,
 }
 
@@ -112,6 +113,7 @@ impl Communicator {
             buffers: BuffersClient::new(channel),
             window,
             next_sequence: AtomicU64::new(1),
+            answered: Arc::new(Notify::new()),
             attachment,
         }
     }
@@ -180,7 +182,10 @@ impl Communicator {
         let request = AllocateRequest { session, len_bytes };
         let mut allocated = bounded(self.buffers.clone().allocate(request)).await;
         if let Err(status) = &allocated
-            && Refused::new(status).kind == ErrorCode::NoMemory
+            && matches!(
+                Refused::new(status).kind,
+                ErrorCode::NoMemory | ErrorCode::Limit
+            )
         {
             // Buffers dropped just now may still be on their way back.
             self.flush().await;
@@ -206,7 +211,7 @@ impl Communicator {
         let (done, flushed) = oneshot::channel();
         if self.attachment.errands.send(Errand::Flush(done)).is_ok() {
             // The thread may end instead: then there is nothing left to wait for.
-            let _ = flushed.await;
+            let _ = tokio::time::timeout(ANSWER_GRACE, flushed).await;
         }
     }
 
@@ -215,10 +220,7 @@ impl Communicator {
     ///
     /// # Errors
     /// [`BufferError`].
-    pub async fn register<T: Element>(
-        &self,
-        memory: SealedMemory,
-    ) -> Result<Buffer<T>, BufferError> {
+    pub async fn register<T: Element>(&self, memory: Memory) -> Result<Buffer<T>, BufferError> {
         let session = self.session();
         let memory_len_bytes = memory.len_bytes().get();
         let request = Request {
@@ -231,7 +233,7 @@ impl Communicator {
         let companion = self.at.companion.clone();
         // The companion socket is blocking, and mapping takes the executor a while.
         let handed = tokio::task::spawn_blocking(move || {
-            let reply = exchange(&companion, &request, Some(memory.as_fd()));
+            let reply = exchange(&companion, &request, Some(memory.sealed().as_fd()));
             (memory, reply)
         });
         let (memory, reply) = handed
@@ -257,6 +259,7 @@ impl Communicator {
             .map_err(|status| buffer_error(&status))?
             .into_inner();
         let mapping = memory
+            .sealed()
             .map()
             .map_err(|error| BufferError::Window(error.to_string()))?;
         Buffer::new(
@@ -372,6 +375,35 @@ impl Communicator {
         })
     }
 
+    /// The next sequence number, once the executor takes it: it lets a rank be `max_in_flight` calls
+    /// ahead of its oldest unanswered one. Nothing is awaited after the number is taken, so that a dropped
+    /// future leaves no gap in the sequence.
+    async fn take_sequence(&self) -> u64 {
+        let window = u64::from(self.window.joined.max_in_flight).max(1);
+        loop {
+            let answered = self.answered.notified();
+            let next = self.next_sequence.load(Ordering::Relaxed);
+            let oldest = next.saturating_sub(window);
+            if oldest == 0 || self.window.control.settled(oldest).is_some() {
+                let taken = self.next_sequence.compare_exchange(
+                    next,
+                    next + 1,
+                    Ordering::Relaxed,
+                    Ordering::Relaxed,
+                );
+                if taken.is_ok() {
+                    return next;
+                }
+                continue;
+            }
+            // The executor may be lost without an answer to any call that is in flight here.
+            let _ = tokio::time::timeout(ANSWER_GRACE, answered).await;
+            if let Membership::Over(_) = &*self.attachment.membership.borrow() {
+                return self.next_sequence.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
+
     /// Sends a request in a task of its own, which holds the buffers until it is answered.
     async fn run<B: Send + 'static>(
         &self,
@@ -390,7 +422,7 @@ impl Communicator {
         let timeout = options.timeout.unwrap_or_else(|| {
             Duration::from_millis(u64::from(self.window.joined.default_timeout_ms))
         });
-        let sequence = self.next_sequence.fetch_add(1, Ordering::Relaxed);
+        let sequence = self.take_sequence().await;
         request.sequence = sequence;
         request.event = Some(Event {
             ready_value: sequence,
@@ -400,8 +432,11 @@ impl Communicator {
         self.window.control.set_ready(sequence);
         let collectives = self.collectives.clone();
         let membership = self.attachment.membership.clone();
+        let answered = Arc::clone(&self.answered);
         let task = tokio::spawn(async move {
-            let answer = answer(collectives, request, membership, timeout + ANSWER_GRACE).await;
+            let limit = timeout.saturating_add(ANSWER_GRACE);
+            let answer = answer(collectives, request, membership, limit).await;
+            answered.notify_waiters();
             (buffers, answer)
         });
         match task.await {

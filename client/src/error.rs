@@ -46,12 +46,13 @@ impl Refused {
         )
     }
 
-    /// Whether the answer came from the transport instead of from the peer.
+    /// Whether the answer came from the transport instead of from the peer, whose own errors say their
+    /// kind. A method or a message that tonic refuses on the peer's side was answered all the same.
     pub(crate) fn is_transport(&self) -> bool {
         self.kind == ErrorCode::Unspecified
-            && matches!(
+            && !matches!(
                 self.code,
-                tonic::Code::Unavailable | tonic::Code::Unknown | tonic::Code::Cancelled
+                tonic::Code::Unimplemented | tonic::Code::OutOfRange
             )
     }
 }

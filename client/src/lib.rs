@@ -35,9 +35,9 @@ mod client;
 mod communicator;
 mod error;
 
-pub use allreduce_contract::memory::{MemoryError, SealedMemory};
+pub use allreduce_contract::memory::MemoryError;
 pub use allreduce_contract::{Algorithm, Backend, CommunicatorId, Dtype, Lane, Op};
-pub use buffer::{Buffer, Element};
+pub use buffer::{Buffer, Element, Memory};
 pub use client::{Client, JoinOptions, default_socket};
 pub use communicator::{AllReduceOptions, Communicator, Outcome, Reduction};
 pub use error::{

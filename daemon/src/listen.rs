@@ -21,11 +21,12 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_stream::{Stream, StreamExt};
 
 /// Bytes that the name of an executor's socket adds to the daemon's: ".d/" and [`executor_name`].
-const EXECUTOR_SUFFIX_LEN: usize = ".d/x4194304-65535.sock".len();
+const EXECUTOR_SUFFIX_LEN: usize = ".d/x0123456789abcdef.sock".len();
 
 /// Why a socket is not served.
 #[derive(Debug, thiserror::Error)]
@@ -238,11 +239,19 @@ pub(crate) fn bind_stream(
     Ok((listener, file))
 }
 
-/// The connections of a listener, as tonic serves them. One that cannot be taken is skipped.
+/// The connections of a listener, as tonic serves them. tonic asks again at once after an error; where
+/// descriptors have run out that would spin, so there is a pause.
 pub(crate) fn accept(
     listener: tokio::net::UnixListener,
 ) -> impl Stream<Item = io::Result<UnixIo>> + Send {
-    UnixListenerStream::new(listener).map(|accepted| UnixIo::new(accepted?.into_std()?))
+    UnixListenerStream::new(listener).then(|accepted| async {
+        let taken = accepted.and_then(|stream| UnixIo::new(stream.into_std()?));
+        if let Err(error) = &taken {
+            tracing::warn!(%error, "cannot accept a connection");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        taken
+    })
 }
 
 /// Binds a companion socket (SOCK_SEQPACKET, non-blocking) at a path that nobody uses.
@@ -357,10 +366,13 @@ pub(crate) fn executor_dir(socket: &Path) -> PathBuf {
     with_suffix(socket, ".d")
 }
 
-/// The name of an executor's sockets, without extension. The supervisor's pid keeps them apart from
-/// those of executors that outlived an earlier supervisor.
-pub(crate) fn executor_name(number: u16) -> String {
-    format!("x{}-{number}", std::process::id())
+/// The name of an executor's sockets, without extension: random, so that it is never that of an executor
+/// which lives, whoever started it.
+pub(crate) fn executor_name() -> io::Result<String> {
+    Ok(format!(
+        "x{:016x}",
+        u64::from_le_bytes(crate::random::bytes()?)
+    ))
 }
 
 /// Makes the executors' directory, and removes dead sockets that an earlier daemon left in it.
@@ -420,7 +432,7 @@ mod tests {
     #[test]
     fn paths_are_checked() {
         let path = |len: usize| PathBuf::from(format!("/{}", "x".repeat(len - 1)));
-        assert!(check_path(&path(85)).is_ok());
+        assert!(check_path(&path(82)).is_ok());
         assert!(matches!(
             check_path(&path(107)),
             Err(ListenError::NoRoom(_))
@@ -433,8 +445,8 @@ mod tests {
             let result = check_path(Path::new(bad));
             assert!(matches!(result, Err(ListenError::NotAbsolute(_))), "{bad}");
         }
-        let longest = format!(".d/{}.sock", "x4194304-65535");
-        assert_eq!(longest.len(), EXECUTOR_SUFFIX_LEN);
+        let name = format!(".d/{}.sock", executor_name().unwrap());
+        assert_eq!(name.len(), EXECUTOR_SUFFIX_LEN);
     }
 
     #[test]

@@ -14,6 +14,8 @@ pub(crate) fn init(log: &Log) {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        // Its complaint about a closed standard error would go to standard error, and panic.
+        .log_internal_errors(false)
         .with_timer(UtcTime::rfc_3339());
     // Err means that a subscriber is set already, as in tests: that one stays.
     let _ = match log.format {

@@ -127,14 +127,8 @@ impl Drop for PrivateDaemon {
 /// since a Unix socket's path is.
 fn fresh_dir() -> io::Result<PathBuf> {
     use std::os::unix::fs::DirBuilderExt;
-    use std::sync::atomic::{AtomicU32, Ordering};
-    static COUNTER: AtomicU32 = AtomicU32::new(0);
-    let number = COUNTER.fetch_add(1, Ordering::Relaxed);
-    let dir = std::env::temp_dir().join(format!("ard-{}-{number}", std::process::id()));
-    if dir.exists() {
-        // Left by a process of the same id that was killed.
-        std::fs::remove_dir_all(&dir)?;
-    }
+    let name = u64::from_le_bytes(crate::random::bytes()?);
+    let dir = std::env::temp_dir().join(format!("ard-{name:016x}"));
     std::fs::DirBuilder::new().mode(0o700).create(&dir)?;
     Ok(dir)
 }

@@ -193,11 +193,13 @@ impl Job {
         };
         // SAFETY: as above for the ranges; the communicator checked that offsets are multiples of the
         // element size (mappings are page-aligned) and that a rank's source and destination are equal
-        // or apart; different ranks' buffers are in different memories. Ranks may write meanwhile,
+        // or apart; different ranks' buffers are in
+        // different memories. (A rank that hands one memory over twice, or shares one with another rank,
+        // has two mappings of it: no pointer here is affected, only what it reads back.) Ranks may write meanwhile,
         // which the reducer allows.
         let done = unsafe { self.reducer.run(&srcs, &dsts, end - start) };
         if let Err(error) = done {
-            // As in Executor::launch: who cannot reduce must not say it did.
+            // As in Task::launch: who cannot reduce must not say it did.
             tracing::error!(%error, "cannot reduce");
             std::process::abort();
         }

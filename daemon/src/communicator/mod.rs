@@ -166,17 +166,21 @@ struct Session {
     ended: Option<EpochEnd>,
     /// Its connection is over; it goes as soon as nothing runs on its memory.
     detached: bool,
-    /// Sequences called and not answered.
-    unanswered: BTreeSet<u64>,
-    highest: u64,
+    /// Every sequence up to this one was called and answered.
+    done: u64,
+    /// Sequences beyond `done` that were answered.
+    answered_ahead: BTreeSet<u64>,
 }
 
 impl Session {
-    /// The sequence up to which every call is answered.
-    fn done(&self) -> u64 {
-        self.unanswered
-            .first()
-            .map_or(self.highest, |first| first.saturating_sub(1))
+    /// Notes that a call was answered; the sequence up to which every call is, none missing. It never
+    /// goes back: a later call may be answered first, and an earlier one may still come.
+    fn answered(&mut self, sequence: u64) -> u64 {
+        self.answered_ahead.insert(sequence);
+        while self.answered_ahead.remove(&(self.done + 1)) {
+            self.done += 1;
+        }
+        self.done
     }
 
     fn alive(&self) -> Result<(), EpochEnd> {
@@ -389,8 +393,8 @@ impl<T> Communicator<T> {
             buffers: HashMap::new(),
             ended: None,
             detached: false,
-            unanswered: BTreeSet::new(),
-            highest: 0,
+            done: 0,
+            answered_ahead: BTreeSet::new(),
         };
         let lane = session.lane.clone();
         self.sessions.insert(id, session);
@@ -678,8 +682,6 @@ impl<T> Communicator<T> {
         match checked {
             Ok((signature, src, dst)) => {
                 if let Some(session) = self.sessions.get_mut(&call.session) {
-                    session.unanswered.insert(sequence);
-                    session.highest = session.highest.max(sequence);
                     session.use_buffer(src.buffer_id);
                     session.use_buffer(dst.buffer_id);
                 }
@@ -726,11 +728,12 @@ impl<T> Communicator<T> {
                 missing: self.settings.world_size.ranks().filter(missing).collect(),
             });
         }
+        let window = self.settings.max_in_flight;
         let bad = |why| CallError::BadSequence {
             sequence: call.sequence,
             why,
             next: self.floor + 1,
-            window: self.settings.max_in_flight,
+            window,
         };
         match self.rendezvous.get(&call.sequence) {
             Some(rendezvous) if rendezvous.has(session.rank) => {
@@ -738,8 +741,12 @@ impl<T> Communicator<T> {
             }
             Some(_) => Ok(session.rank),
             None if call.sequence <= self.floor => Err(bad("was consumed before")),
-            None if call.sequence > self.floor.saturating_add(self.settings.max_in_flight) => {
-                Err(bad("is too far ahead"))
+            None if call.sequence > session.done.saturating_add(window) => {
+                Err(bad("is too far ahead of this rank's unanswered calls"))
+            }
+            // Sequences that failed are kept for the ranks that have not called them yet.
+            None if call.sequence > self.floor.saturating_add(window.saturating_mul(64)) => {
+                Err(bad("is too far ahead of the other ranks"))
             }
             None => Ok(session.rank),
         }
@@ -846,8 +853,7 @@ impl<T> Communicator<T> {
     /// Answers a call that never became an arrival, but used its sequence number.
     fn refuse(&mut self, call: Call<T>, error: CallError) {
         if let Some(session) = self.sessions.get_mut(&call.session) {
-            session.highest = session.highest.max(call.sequence);
-            let sequence = session.done();
+            let sequence = session.answered(call.sequence);
             self.effects.push(Effect::Done {
                 session: call.session,
                 sequence,
@@ -879,10 +885,9 @@ impl<T> Communicator<T> {
     /// Answers a call that was an arrival.
     fn answer(&mut self, arrival: Arrival<T>, result: Result<Reduced, CallError>) {
         if let Some(session) = self.sessions.get_mut(&arrival.session) {
-            session.unanswered.remove(&arrival.sequence);
             let forgotten =
                 [arrival.src, arrival.dst].map(|place| session.settle_buffer(place.buffer_id));
-            let sequence = session.done();
+            let sequence = session.answered(arrival.sequence);
             for memory in forgotten.into_iter().flatten() {
                 self.effects.push(Effect::ForgetMemory {
                     session: arrival.session,

@@ -150,6 +150,26 @@ fn a_reduction_runs_when_all_have_called() {
 }
 
 #[test]
+fn done_covers_no_call_that_may_still_come() {
+    let mut harness = Harness::new(2);
+    let mut bad = harness.call(0, 2);
+    bad.num_elems = 1000;
+    let told = |effects: &[Effect<u32>]| {
+        let done = effects.iter().find_map(|effect| match effect {
+            Effect::Done { sequence, .. } => Some(*sequence),
+            _ => None,
+        });
+        done.unwrap()
+    };
+    assert_eq!(told(&harness.send(bad)), 0);
+    let call = harness.call(0, 1);
+    assert!(harness.send(call).is_empty());
+    let call = harness.call(1, 1);
+    let launched = harness.send(call);
+    assert_eq!(told(&harness.finish(&launched)), 2);
+}
+
+#[test]
 fn disagreement_reaches_every_rank_and_the_next_sequence_runs() {
     let mut harness = Harness::new(3);
     let first = harness.call(0, 1);
@@ -466,13 +486,17 @@ proptest! {
         let mut launched: Vec<Launch> = Vec::new();
         let mut answers = BTreeMap::<u32, u32>::new();
         let mut next = [1_u64; 3];
+        let mut done = HashMap::<u64, u64>::new();
         let mut absorb = |effects: Vec<Effect<u32>>, launched: &mut Vec<Launch>| {
             for effect in effects {
                 match effect {
                     Effect::Reply { reply_to, .. } => *answers.entry(reply_to).or_default() += 1,
                     Effect::Launch(launch) => launched.push(launch),
-                    Effect::Done { .. }
-                    | Effect::Ready { .. }
+                    Effect::Done { session, sequence } => {
+                        let before = done.insert(session, sequence).unwrap_or(0);
+                        assert!(before <= sequence, "done went back");
+                    }
+                    Effect::Ready { .. }
                     | Effect::Ended { .. }
                     | Effect::ForgetMemory { .. }
                     | Effect::Forget { .. } => {}

@@ -135,6 +135,7 @@ async fn serve(spec: Arc<ExecutorSpec>) -> Result<(), ExecutorError> {
         .add_routes(routes)
         .serve_with_incoming(accept(listener));
     let companion = companion::serve(companion_listener, handle.clone())?;
+    let mut terminate = signal(SignalKind::terminate())?;
     health.set("", true);
     health.set(&format!("executor/{}", spec.communicator_name), true);
     announce_ready()?;
@@ -150,7 +151,6 @@ async fn serve(spec: Arc<ExecutorSpec>) -> Result<(), ExecutorError> {
     let mut task = std::pin::pin!(task.run());
     let mut server = std::pin::pin!(server);
     let mut companion = std::pin::pin!(companion);
-    let mut terminate = signal(SignalKind::terminate())?;
     let mut forced = std::pin::pin!(std::future::pending::<()>());
     let mut cut_off = None;
     loop {
@@ -173,9 +173,11 @@ async fn serve(spec: Arc<ExecutorSpec>) -> Result<(), ExecutorError> {
             _ = terminate.recv() => {
                 tracing::info!("SIGTERM: draining");
                 health.set_all_not_serving();
-                handle.drain().await;
                 let timeout = Duration::from_millis(u64::from(spec.drain_timeout_ms));
                 cut_off.get_or_insert(tokio::time::Instant::now() + timeout);
+                // Not awaited here: the task that takes it is run by this very loop.
+                let handle = handle.clone();
+                tokio::spawn(async move { handle.drain().await });
             }
             () = cut_off_at => {
                 tracing::warn!("ranks did not leave within the drain timeout: cutting them off");
@@ -197,6 +199,6 @@ async fn watch_supervisor(handle: Handle) {
     let mut stdin = tokio::io::stdin();
     let mut ignored = [0_u8; 64];
     while matches!(stdin.read(&mut ignored).await, Ok(read) if read > 0) {}
-    tracing::warn!("the supervisor is gone: this executor exits when its ranks have left");
     handle.orphaned().await;
+    tracing::warn!("the supervisor is gone: this executor exits when its ranks have left");
 }

@@ -22,6 +22,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 
+/// A timer that fires later than this says that the process did not run.
+const LATE: Duration = Duration::from_millis(50);
+
 /// What a rank is told on its Attach stream.
 #[derive(Debug, Clone)]
 pub(crate) enum Tell {
@@ -350,6 +353,15 @@ impl Task {
                         if idle_deadline.is_some_and(|at| at <= now) {
                             return TaskEnd::Idle;
                         }
+                        if at.elapsed() > LATE {
+                            // This process did not run for a while. What ranks have sent meanwhile is
+                            // still in their sockets: it is read and handled before anybody is missed.
+                            tokio::time::sleep(LATE).await;
+                            while let Ok(command) = self.commands.try_recv() {
+                                self.handle(command);
+                                self.carry_out();
+                            }
+                        }
                         self.communicator.expire(now);
                         self.carry_out();
                         continue;
@@ -401,7 +413,7 @@ impl Task {
                 let _ = reply.send(self.communicator.release(session, buffer_id));
             }
             Command::AllReduce(mut call) => {
-                // SYNC: ready, through Window::is_ready.
+                // SYNC: ready, through Control::is_ready.
                 let window = self.windows.get(&call.session);
                 call.unsignalled = call
                     .unsignalled
@@ -635,13 +647,18 @@ impl Task {
                 Err(error) => {
                     tracing::warn!(%error, "cannot start reduction threads: reducing on one");
                     let took = job.run();
+                    if let Some(fault) = fault {
+                        job.damage(fault);
+                    }
                     self.communicator.reduced(&job.launch, took);
                     return;
                 }
             }
         }
         let (Some(pool), Some(own)) = (&self.pool, self.own.upgrade()) else {
-            return;
+            // As in launch: what was not reduced must not look as if it were.
+            tracing::error!("no pool to launch on");
+            std::process::abort();
         };
         pool.spawn(job, move |job, took| {
             if let Some(fault) = fault {
@@ -716,8 +733,9 @@ pub(crate) fn exhausted(error: &MemoryError) -> Option<(u64, u64)> {
     }
 }
 
+/// What a client says of itself, fit for a terminal.
 fn shortened(name: &str) -> String {
-    name.chars().take(64).collect()
+    name.chars().filter(|c| !c.is_control()).take(64).collect()
 }
 
 fn ms(ms: u32) -> Duration {

@@ -103,6 +103,11 @@ impl Attachment {
         loop {
             tokio::select! {
                 message = timeout_at(deadline, self.inbound.message()) => match message {
+                    // The timer itself is late: this process did not run, and the heartbeats that came
+                    // meanwhile are still to be read.
+                    Err(_) if deadline.elapsed() > self.heartbeat_timeout / 4 => {
+                        deadline = Instant::now() + self.heartbeat_timeout;
+                    }
                     Err(_) => {
                         // It may only have been stopped: when it goes on, it reads why it is out.
                         let (rank, how) = (joined.rank, Gone::Silent);

@@ -27,9 +27,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::process::{ExitStatus, Stdio};
-use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, ChildStdin, Command};
 use tokio::sync::watch;
@@ -126,8 +125,6 @@ pub(crate) struct Placement {
     health: HealthTable,
     fault: Option<Fault>,
     entries: Mutex<BTreeMap<CommunicatorId, Entry>>,
-    /// Counts executors, for the names of their sockets.
-    started: AtomicU16,
     draining: watch::Sender<bool>,
     kill: watch::Sender<bool>,
     /// How many executor tasks live.
@@ -149,7 +146,6 @@ impl Placement {
             health,
             fault: private.fault,
             entries: Mutex::new(BTreeMap::new()),
-            started: AtomicU16::new(0),
             draining: watch::Sender::new(false),
             kill: watch::Sender::new(false),
             tasks: watch::Sender::new(0),
@@ -345,8 +341,12 @@ impl Placement {
             self.set_state(&id, State::Starting);
             let reason = match self.start(&id).await {
                 Ok(running) => {
-                    pause = FIRST_PAUSE;
-                    match self.watch(&id, running).await {
+                    let since = Instant::now();
+                    let ended = self.watch(&id, running).await;
+                    if since.elapsed() > LONGEST_PAUSE {
+                        pause = FIRST_PAUSE;
+                    }
+                    match ended {
                         Ok(()) => break,
                         Err(reason) => reason,
                     }
@@ -369,10 +369,9 @@ impl Placement {
     }
 
     async fn start(&self, id: &CommunicatorId) -> io::Result<Running> {
-        let number = self.started.fetch_add(1, Ordering::Relaxed);
         let socket = self
             .executor_dir
-            .join(executor_name(number))
+            .join(executor_name()?)
             .with_extension("sock");
         let token = crate::random::bytes()?;
         let identity = {
@@ -401,7 +400,11 @@ impl Placement {
             // A group of its own: Ctrl-C at the terminal is for the supervisor, which drains.
             .process_group(0)
             .spawn()?;
-        let started = tokio::time::timeout(START_TIMEOUT, handshake(&mut child, &spec)).await;
+        let killed = until_true(self.kill.subscribe());
+        let started = tokio::select! {
+            started = tokio::time::timeout(START_TIMEOUT, handshake(&mut child, &spec)) => started,
+            () = killed => Ok(Err(io::Error::other("told to end before it was ready"))),
+        };
         let stdin = match started {
             Ok(Ok(stdin)) => stdin,
             Ok(Err(error)) => {
@@ -416,7 +419,9 @@ impl Placement {
                 )));
             }
         };
-        let pid = child.id().unwrap_or_default();
+        let pid = child
+            .id()
+            .ok_or_else(|| io::Error::other("it exited as soon as it was ready"))?;
         Ok(Running {
             child,
             _stdin: stdin,

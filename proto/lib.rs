@@ -11,6 +11,8 @@ mod types;
 pub mod v1;
 pub mod window;
 
+use std::path::{Path, PathBuf};
+
 pub use types::{
     Algorithm, Backend, BadCommunicatorId, BadRank, BadWorldSize, CommunicatorId, Dtype, Lane,
     MAX_COMMUNICATOR_NAME_LEN, MAX_WORLD_SIZE, Op, Rank, UnknownName, WorldSize,
@@ -25,3 +27,18 @@ pub const MAX_MESSAGE_LEN_BYTES: usize = 64 * 1024;
 
 /// Longest path a Unix socket may have on Linux, in bytes (`sun_path` less its NUL).
 pub const MAX_SOCKET_PATH_LEN: usize = 107;
+
+/// The socket when none is named: under /run/allreduced for root, else under XDG_RUNTIME_DIR, else in
+/// a directory of the user's under /tmp.
+pub fn default_socket() -> PathBuf {
+    let uid = nix::unistd::geteuid();
+    let dir = if uid.is_root() {
+        PathBuf::from("/run/allreduced")
+    } else {
+        match std::env::var_os("XDG_RUNTIME_DIR") {
+            Some(dir) => Path::new(&dir).join("allreduced"),
+            None => PathBuf::from(format!("/tmp/allreduced-{uid}")),
+        }
+    };
+    dir.join("allreduced.sock")
+}

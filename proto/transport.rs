@@ -134,6 +134,29 @@ impl AsyncWrite for UnixIo {
     }
 }
 
+/// Dials a gRPC server on a Unix socket, any path. The authority is "localhost": HTTP/2 allows no path
+/// there. Redials by itself when the connection was lost.
+///
+/// # Errors
+/// If nobody listens there.
+#[cfg(feature = "client")]
+pub async fn dial(
+    socket: &std::path::Path,
+) -> Result<tonic::transport::Channel, tonic::transport::Error> {
+    let socket = socket.to_owned();
+    let connector = tower::service_fn(move |_: tonic::transport::Uri| {
+        let socket = socket.clone();
+        async move {
+            let stream = tokio::net::UnixStream::connect(socket).await?;
+            let io = UnixIo::new(stream.into_std()?)?;
+            Ok::<_, io::Error>(hyper_util::rt::TokioIo::new(io))
+        }
+    });
+    tonic::transport::Endpoint::from_static("http://localhost")
+        .connect_with_connector(connector)
+        .await
+}
+
 #[cfg(feature = "server")]
 impl tonic::transport::server::Connected for UnixIo {
     type ConnectInfo = ();

@@ -19,6 +19,7 @@ use harness::{
     watchdog,
 };
 use nix::sys::signal::Signal;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 use tonic::Code;
@@ -359,6 +360,14 @@ fn leftovers_of_a_killed_daemon_are_removed_at_the_next_start() {
         names
     };
     assert_eq!(names().len(), 2, "what there is to remove: {:?}", names());
+    // A process counts as dead when its first thread is; its files close with the last.
+    eventually("its socket is dead", || {
+        let sockets = names().into_iter().filter(|name| name.ends_with(".sock"));
+        let mut paths = sockets.map(|name| executors.join(name));
+        paths
+            .all(|path| UnixStream::connect(path).is_err())
+            .then_some(())
+    });
     std::fs::write(executors.join("not-ours"), "x").unwrap();
     let _second = Serve::start(&socket, &[], &[]);
     assert_eq!(names(), ["not-ours"]);

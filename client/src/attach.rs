@@ -13,7 +13,7 @@
 use crate::error::{EpochEnd, Refused, connection_ended};
 use allreduce_contract::companion::{Kind, Reply, Request, TOKEN_LEN};
 use allreduce_contract::memory::{Mapping, SealedMemory};
-use allreduce_contract::transport::UnixIo;
+use allreduce_contract::transport::dial;
 use allreduce_contract::v1::attach_request::Message as FromRank;
 use allreduce_contract::v1::attach_response::Message as ToRank;
 use allreduce_contract::v1::buffers_client::BuffersClient;
@@ -35,7 +35,6 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tokio_stream::wrappers::UnboundedReceiverStream;
-use tonic::transport::{Channel, Endpoint};
 
 /// How long an exchange on the companion socket may take.
 const COMPANION_TIMEOUT_S: i64 = 10;
@@ -187,22 +186,6 @@ struct Member<'a> {
 
 fn lost(error: impl std::fmt::Display) -> Over {
     Over::Lost(error.to_string())
-}
-
-/// Dials a Unix socket. The authority is "localhost": HTTP/2 allows no path there.
-pub(crate) async fn dial(socket: &Path) -> Result<Channel, tonic::transport::Error> {
-    let socket = socket.to_owned();
-    let connector = tower::service_fn(move |_: tonic::transport::Uri| {
-        let socket = socket.clone();
-        async move {
-            let stream = tokio::net::UnixStream::connect(socket).await?;
-            let io = UnixIo::new(stream.into_std()?)?;
-            Ok::<_, io::Error>(hyper_util::rt::TokioIo::new(io))
-        }
-    });
-    Endpoint::from_static("http://localhost")
-        .connect_with_connector(connector)
-        .await
 }
 
 impl Member<'_> {

@@ -1,9 +1,10 @@
 //! The daemon, from a worker's side: finding executors and joining communicators.
 
-use crate::attach::{Attachment, ExecutorAt, Membership, Over, dial, error_chain};
+use crate::attach::{Attachment, ExecutorAt, Membership, Over, error_chain};
 use crate::communicator::Communicator;
 use crate::error::{ConnectError, JoinError, Refused};
 use allreduce_contract::companion::TOKEN_LEN;
+use allreduce_contract::transport::dial;
 use allreduce_contract::v1::control_client::ControlClient;
 use allreduce_contract::v1::{self, ErrorCode, Hello, OpenRequest, OpenResponse};
 use allreduce_contract::window::ABI_VERSION;
@@ -21,12 +22,11 @@ const LONGEST_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
 /// answer, which names the missing ranks, comes first.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(150);
 
-/// The socket of the node's daemon when none is named: `ALLREDUCED_SOCKET`, else the service's.
+/// The socket of the node's daemon when none is named: `ALLREDUCED_SOCKET`, else where `serve` of the same
+/// user listens ([`allreduce_contract::default_socket`]).
 pub fn default_socket() -> PathBuf {
-    std::env::var_os("ALLREDUCED_SOCKET").map_or_else(
-        || PathBuf::from("/run/allreduced/allreduced.sock"),
-        PathBuf::from,
-    )
+    std::env::var_os("ALLREDUCED_SOCKET")
+        .map_or_else(allreduce_contract::default_socket, PathBuf::from)
 }
 
 /// How a rank joins.

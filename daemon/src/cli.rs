@@ -4,9 +4,10 @@
 //! dispatches and turns errors into words on standard error.
 
 use crate::backend::host::Fault;
-use crate::config::{Config, ConfigError, ENV_CONFIG, ENV_SOCKET, Flags, default_socket};
+use crate::config::{Config, ConfigError, ENV_CONFIG, ENV_SOCKET, Flags};
 use crate::supervisor::Private;
 use crate::{bench, demo, executor, log, status, supervisor};
+use allreduce_contract::default_socket;
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -5,6 +5,7 @@
 //! reason. The file is checked by its own types first (the layering crate takes "5" for 5 and knows no
 //! lines), then layered.
 
+use allreduce_contract::default_socket;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -164,21 +165,6 @@ impl Default for Shutdown {
             drain_timeout_ms: 10_000,
         }
     }
-}
-
-/// The socket when none is named: under /run/allreduced for root, else under XDG_RUNTIME_DIR, else in
-/// a directory of the user's under /tmp.
-pub fn default_socket() -> PathBuf {
-    let uid = nix::unistd::geteuid();
-    let dir = if uid.is_root() {
-        PathBuf::from("/run/allreduced")
-    } else {
-        match std::env::var_os("XDG_RUNTIME_DIR") {
-            Some(dir) => Path::new(&dir).join("allreduced"),
-            None => PathBuf::from(format!("/tmp/allreduced-{uid}")),
-        }
-    };
-    dir.join("allreduced.sock")
 }
 
 /// One thing wrong with a configuration.

@@ -2,6 +2,7 @@
 //!
 //! Owns the printing. It asks the daemon's Admin service and adds nothing to what that says.
 
+use allreduce_contract::transport::dial;
 use allreduce_contract::v1::admin_client::AdminClient;
 use allreduce_contract::v1::{
     ClientInfo, CommunicatorInfo, CommunicatorStats, ErrorCode, GetStatsRequest, GetVersionRequest,
@@ -11,9 +12,8 @@ use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op};
 use serde::Serialize;
 use std::path::Path;
 use std::time::Duration;
-use tonic::transport::Endpoint;
 
-/// How long the daemon may take to answer each question.
+/// How long the daemon may take to answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why there is nothing to show.
@@ -26,6 +26,8 @@ pub(crate) enum StatusError {
         socket: String,
         source: tonic::transport::Error,
     },
+    #[error("the daemon on {socket} does not answer within {} s", TIMEOUT.as_secs())]
+    Silent { socket: String },
     #[error("the daemon on {socket} answers {status}")]
     Refused {
         socket: String,
@@ -42,7 +44,13 @@ pub(crate) fn run(socket: &Path, json: bool) -> Result<(), StatusError> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    let report = runtime.block_on(ask(socket))?;
+    let report = runtime.block_on(async {
+        tokio::time::timeout(TIMEOUT, ask(socket))
+            .await
+            .map_err(|_| StatusError::Silent {
+                socket: socket.display().to_string(),
+            })?
+    })?;
     if json {
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else {
@@ -132,13 +140,7 @@ async fn ask(socket: &Path) -> Result<Report, StatusError> {
         socket: shown.clone(),
         status,
     };
-    let channel = Endpoint::from_shared(format!("unix://{shown}"))
-        .map_err(unreachable)?
-        .connect_timeout(TIMEOUT)
-        .timeout(TIMEOUT)
-        .connect()
-        .await
-        .map_err(unreachable)?;
+    let channel = dial(socket).await.map_err(unreachable)?;
     let mut admin = AdminClient::new(channel);
     let version = admin
         .get_version(GetVersionRequest {})

@@ -11,6 +11,7 @@ use crate::children::{ChildError, Children};
 use crate::private::{PrivateDaemon, StartError};
 use crate::spread::{Spread, time};
 use crate::workload::{self, ReductionSpec, Workload, WorkloadError};
+use allreduce_contract::transport::dial;
 use allreduce_contract::v1::admin_client::AdminClient;
 use allreduce_contract::v1::{CommunicatorStats, GetStatsRequest, ListCommunicatorsRequest};
 use allreduce_contract::{Backend, BadWorldSize, Dtype, Lane, Op, WorldSize};
@@ -21,13 +22,15 @@ use std::io::IsTerminal;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
-use tonic::transport::Endpoint;
 use worker::{ReductionReport, Report, WorkerSpec, wire_reductions};
 
 /// The demo's communicator.
 const COMMUNICATOR: &str = "demo";
 /// How long all workers may be silent. A batch of the largest shipped workload takes a fraction of it.
 const SILENCE: Duration = Duration::from_secs(300);
+
+/// How long the daemon may take to tell its stats.
+const STATS_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Arguments of `demo`.
 #[derive(Debug, clap::Args)]
@@ -216,13 +219,8 @@ fn ask_stats(socket: &Path) -> Result<(String, CommunicatorStats), String> {
         .enable_all()
         .build()
         .map_err(|error| error.to_string())?;
-    runtime.block_on(async {
-        let channel = Endpoint::from_shared(format!("unix://{}", socket.display()))
-            .map_err(|error| error.to_string())?
-            .timeout(Duration::from_secs(10))
-            .connect()
-            .await
-            .map_err(|error| error.to_string())?;
+    let asked = async {
+        let channel = dial(socket).await.map_err(|error| error.to_string())?;
         let mut admin = AdminClient::new(channel);
         let named = GetStatsRequest {
             communicator: COMMUNICATOR.to_owned(),
@@ -237,6 +235,11 @@ fn ask_stats(socket: &Path) -> Result<(String, CommunicatorStats), String> {
             (Some(info), Some(stats)) => Ok((info.backend_reason, stats)),
             (None, _) | (_, None) => Err("the communicator is gone".to_owned()),
         }
+    };
+    runtime.block_on(async {
+        tokio::time::timeout(STATS_TIMEOUT, asked)
+            .await
+            .map_err(|_| "no answer in time".to_owned())?
     })
 }
 

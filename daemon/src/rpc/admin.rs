@@ -7,6 +7,7 @@ use crate::communicator::Quantiles;
 use crate::executor::{ExecutorSpec, Handle, StatsReport};
 use crate::rpc::ToStatus;
 use crate::supervisor::{OpenError, Placed, Placement};
+use allreduce_contract::transport::dial;
 use allreduce_contract::v1::admin_client::AdminClient;
 use allreduce_contract::v1::admin_server::Admin;
 use allreduce_contract::v1::{
@@ -18,10 +19,9 @@ use allreduce_contract::v1::{
 use allreduce_contract::window::ABI_VERSION;
 use allreduce_contract::{Backend, VERSION};
 use std::future::Future;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Request, Response, Status};
 
 /// How long the supervisor waits for an executor's answer.
@@ -247,16 +247,10 @@ impl SupervisorAdmin {
     }
 }
 
-/// A client of the executor's Admin. It dials when first used.
-fn admin_of(socket: &Path) -> Option<AdminClient<Channel>> {
-    let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display())).ok()?;
-    Some(AdminClient::new(endpoint.connect_lazy()))
-}
-
 /// Asks every executor at once; `None` where there is no answer in time.
 async fn ask_all<R, F>(
     placed: Vec<Placed>,
-    ask: impl Fn(AdminClient<Channel>) -> F,
+    ask: impl Fn(AdminClient<Channel>) -> F + Copy + Send + 'static,
 ) -> Vec<(Placed, Option<R>)>
 where
     F: Future<Output = Result<Response<R>, Status>> + Send + 'static,
@@ -265,11 +259,15 @@ where
     let asking: Vec<_> = placed
         .into_iter()
         .map(|placed| {
-            let admin = placed.serving.as_ref().and_then(|at| admin_of(&at.socket));
-            let answer = admin.map(&ask);
+            let socket = placed.serving.as_ref().map(|at| at.socket.clone());
             let task = tokio::spawn(async move {
-                let answer = tokio::time::timeout(EXECUTOR_DEADLINE, answer?).await;
-                answer.ok()?.ok().map(Response::into_inner)
+                let asked = async move {
+                    let admin = AdminClient::new(dial(&socket?).await.ok()?);
+                    let asking = ask(admin);
+                    asking.await.ok()
+                };
+                let answer = tokio::time::timeout(EXECUTOR_DEADLINE, asked).await;
+                answer.ok()?.map(Response::into_inner)
             });
             (placed, task)
         })

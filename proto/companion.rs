@@ -99,18 +99,22 @@ pub enum Refusal {
     /// The session has handed over as many memories as it may.
     #[error("the session has handed over as many memories as it may")]
     TooMany,
+    /// The executor has this memory mapped already, for this rank or another.
+    #[error("the executor has this memory already: hand each over once, and no window")]
+    Known,
     /// The executor could not keep or allocate it.
     #[error("the executor could not map or allocate the memory")]
     NoMemory,
 }
 
 impl Refusal {
-    const ALL: [Refusal; 6] = [
+    const ALL: [Refusal; 7] = [
         Refusal::Malformed,
         Refusal::BadToken,
         Refusal::UnknownSession,
         Refusal::NotSealed,
         Refusal::TooMany,
+        Refusal::Known,
         Refusal::NoMemory,
     ];
 
@@ -122,6 +126,7 @@ impl Refusal {
             Refusal::NotSealed => 19,
             Refusal::TooMany => 20,
             Refusal::NoMemory => 21,
+            Refusal::Known => 22,
         }
     }
 }

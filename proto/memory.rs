@@ -149,6 +149,12 @@ impl SealedMemory {
         self.len_bytes
     }
 
+    /// What tells it from every other memory, whatever the descriptor: device and inode.
+    pub fn identity(&self) -> Option<(u64, u64)> {
+        let stat = fstat(&self.fd).ok()?;
+        Some((stat.st_dev, stat.st_ino))
+    }
+
     /// Maps all of it, readable and writable.
     ///
     /// # Errors

@@ -165,7 +165,7 @@ fn serve(arguments: ServeArguments) -> ExitCode {
         Ok(config) => config,
         Err(error) => return bad_config(&error),
     };
-    log::init(&config.log);
+    let _log = log::init(&config.log);
     let private = Private {
         until_stdin_closes: arguments.until_stdin_closes,
         fault: arguments.inject_bit_flip,
@@ -183,7 +183,7 @@ fn run_executor() -> ExitCode {
         Ok(spec) => spec,
         Err(error) => return fail(&error, 1),
     };
-    log::init(&spec.log);
+    let _log = log::init(&spec.log);
     match executor::run(spec) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -9,7 +9,8 @@ use allreduce_contract::transport::UnixIo;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::socket::{
-    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket,
+    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, connect, listen,
+    socket as nix_socket,
 };
 use nix::sys::stat::{Mode, umask};
 use nix::unistd::{Gid, Group, chown};
@@ -19,7 +20,7 @@ use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio_stream::wrappers::UnixListenerStream;
@@ -263,7 +264,7 @@ pub(crate) fn bind_seqpacket(
         let convert = io_error(what, path);
         move |errno: Errno| convert(io::Error::from(errno))
     };
-    let listener = socket(
+    let listener = nix_socket(
         AddressFamily::Unix,
         SockType::SeqPacket,
         SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
@@ -283,7 +284,7 @@ pub(crate) fn bind_seqpacket(
 #[derive(Debug)]
 struct Lock {
     path: PathBuf,
-    _file: Flock<File>,
+    file: Flock<File>,
 }
 
 impl Lock {
@@ -326,15 +327,22 @@ impl Lock {
                 .and_then(|()| file.rewind())
                 .and_then(|()| writeln!(file, "{}", std::process::id()))
                 .map_err(io_error("cannot write the lock", &path))?;
-            return Ok(Self { path, _file: file });
+            return Ok(Self { path, file });
         }
     }
 }
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Before the lock is released, so that whoever gets it next sees that the file is gone.
-        let _ = fs::remove_file(&self.path);
+        // Before the lock is released, so that whoever gets it next sees that the file is gone. Not if
+        // somebody has removed it, and another daemon has made its own since.
+        let own = self
+            .file
+            .metadata()
+            .is_ok_and(|held| identity(&self.path) == Some((held.dev(), held.ino())));
+        if own {
+            let _ = fs::remove_file(&self.path);
+        }
     }
 }
 
@@ -348,17 +356,25 @@ fn clear_stale(path: &Path) -> Result<(), ListenError> {
     if !metadata.file_type().is_socket() {
         return Err(ListenError::NotASocket(path.to_owned()));
     }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+    match probe(path) {
+        Err(Errno::ECONNREFUSED) => {
             fs::remove_file(path).map_err(io_error("cannot remove the stale socket", path))
         }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Ok(_) => Err(ListenError::Live {
+        Err(Errno::ENOENT) => Ok(()),
+        // EAGAIN: somebody listens, and its backlog is full.
+        Ok(()) | Err(Errno::EAGAIN) => Err(ListenError::Live {
             path: path.to_owned(),
             pid: None,
         }),
-        Err(error) => Err(io_error("cannot tell who is behind", path)(error)),
+        Err(errno) => Err(io_error("cannot tell who is behind", path)(errno.into())),
     }
+}
+
+/// Connects and disconnects, without waiting for a listener that does not accept.
+fn probe(path: &Path) -> Result<(), Errno> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let probe = nix_socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    connect(probe.as_raw_fd(), &UnixAddr::new(path)?)
 }
 
 /// The directory of the executors' sockets.
@@ -375,8 +391,8 @@ pub(crate) fn executor_name() -> io::Result<String> {
     ))
 }
 
-/// Makes the executors' directory, and removes dead sockets that an earlier daemon left in it.
-pub(crate) fn prepare_executor_dir(socket: &Path, access: Access) -> Result<PathBuf, ListenError> {
+/// Makes the executors' directory, if it is not there.
+pub(crate) fn ensure_executor_dir(socket: &Path, access: Access) -> Result<PathBuf, ListenError> {
     let dir = executor_dir(socket);
     // Who may connect may search the directory, no more.
     let search = |bits: u32, class: u32| if access.mode & bits == 0 { 0 } else { class };
@@ -397,11 +413,16 @@ pub(crate) fn prepare_executor_dir(socket: &Path, access: Access) -> Result<Path
         .map_err(io_error("cannot set the group of", &dir))?;
     fs::set_permissions(&dir, fs::Permissions::from_mode(mode))
         .map_err(io_error("cannot set the mode of", &dir))?;
+    Ok(dir)
+}
+
+/// Makes the executors' directory, and removes dead sockets that an earlier daemon left in it.
+pub(crate) fn prepare_executor_dir(socket: &Path, access: Access) -> Result<PathBuf, ListenError> {
+    let dir = ensure_executor_dir(socket, access)?;
     let entries = fs::read_dir(&dir).map_err(io_error("cannot read", &dir))?;
     for path in entries.flatten().map(|entry| entry.path()) {
         let dead = path.extension() == Some(OsStr::new("sock"))
-            && UnixStream::connect(&path)
-                .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
+            && probe(&path) == Err(Errno::ECONNREFUSED);
         if dead {
             for leftover in [&path, &path.with_extension("fd")] {
                 // Gone already, or not ours to remove: it is in nobody's way.
@@ -422,6 +443,7 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use std::os::unix::net::UnixStream;
 
     fn dir(name: &str) -> PathBuf {
         let dir = std::env::temp_dir().join(format!("ard-{name}-{}", std::process::id()));

@@ -5,16 +5,27 @@
 
 use crate::config::{Log, LogFormat};
 use std::io::IsTerminal;
+use tracing_appender::non_blocking::WorkerGuard;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::time::UtcTime;
 
-/// Starts logging; later calls do nothing.
-pub(crate) fn init(log: &Log) {
+/// Starts logging, and makes a panic of any thread end the process: a daemon that lives on without the
+/// thread that panicked serves nobody, and its supervisor, or systemd, starts a whole one.
+///
+/// Lines are written by a thread of their own, and dropped while standard error takes none: a full disk or
+/// a reader that has stopped must not stop service. Dropping the guard writes what is left.
+pub(crate) fn init(log: &Log) -> WorkerGuard {
+    let default_hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        default_hook(info);
+        std::process::abort();
+    }));
     let filter = EnvFilter::try_new(&log.level).unwrap_or_else(|_| EnvFilter::new("info"));
+    let (writer, guard) = tracing_appender::non_blocking(std::io::stderr());
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        // Its complaint about a closed standard error would go to standard error, and panic.
+        .with_writer(writer)
+        // Its complaint about a failed write would go to standard error, and panic.
         .log_internal_errors(false)
         .with_timer(UtcTime::rfc_3339());
     // Err means that a subscriber is set already, as in tests: that one stays.
@@ -25,4 +36,5 @@ pub(crate) fn init(log: &Log) {
         LogFormat::Human => builder.with_ansi(false).try_init(),
         LogFormat::Json => builder.json().flatten_event(true).try_init(),
     };
+    guard
 }

@@ -24,8 +24,8 @@ pub(crate) struct Window {
     control_memory: SealedMemory,
     arena: Arc<Mapping>,
     arena_memory: SealedMemory,
-    /// By handle: what the rank handed over.
-    handed: HashMap<u64, Arc<Mapping>>,
+    /// By handle: what the rank handed over. The memory is kept to know it again.
+    handed: HashMap<u64, (Arc<Mapping>, SealedMemory)>,
 }
 
 impl Window {
@@ -73,8 +73,18 @@ impl Window {
     }
 
     /// Keeps a memory that the rank handed over, mapped.
-    pub(crate) fn keep(&mut self, handle: u64, mapping: Mapping) {
-        self.handed.insert(handle, Arc::new(mapping));
+    pub(crate) fn keep(&mut self, handle: u64, mapping: Mapping, memory: SealedMemory) {
+        self.handed.insert(handle, (Arc::new(mapping), memory));
+    }
+
+    /// Whether `memory` is one of this window's. Two buffers of one memory could overlap unseen.
+    pub(crate) fn knows(&self, memory: &SealedMemory) -> bool {
+        let identity = memory.identity();
+        self.handed
+            .values()
+            .map(|(_, handed)| handed)
+            .chain([&self.arena_memory, &self.control_memory])
+            .any(|known| known.identity() == identity)
     }
 
     /// Unmaps a memory that the rank handed over, as soon as no job holds it.
@@ -86,7 +96,7 @@ impl Window {
         if memory == ARENA {
             Some(&self.arena)
         } else {
-            self.handed.get(&memory)
+            self.handed.get(&memory).map(|(mapping, _)| mapping)
         }
     }
 }
@@ -194,8 +204,8 @@ impl Job {
         // SAFETY: as above for the ranges; the communicator checked that offsets are multiples of the
         // element size (mappings are page-aligned) and that a rank's source and destination are equal
         // or apart; different ranks' buffers are in
-        // different memories. (A rank that hands one memory over twice, or shares one with another rank,
-        // has two mappings of it: no pointer here is affected, only what it reads back.) Ranks may write meanwhile,
+        // different memories. (The task hands no memory over
+        // twice.) Ranks may write meanwhile,
         // which the reducer allows.
         let done = unsafe { self.reducer.run(&srcs, &dsts, end - start) };
         if let Err(error) = done {

@@ -538,6 +538,13 @@ impl<T> Communicator<T> {
         Ok(handle)
     }
 
+    /// A memory that was taken in could not be mapped after all.
+    pub(crate) fn forget_memory(&mut self, session: u64, handle: u64) {
+        if let Some(found) = self.sessions.get_mut(&session) {
+            found.memories.remove(&handle);
+        }
+    }
+
     /// Takes a buffer from a session's arena; answers its id and offset.
     ///
     /// # Errors

@@ -132,6 +132,8 @@ async fn serve(spec: Arc<ExecutorSpec>) -> Result<(), ExecutorError> {
     let health = HealthTable::new();
     let routes = executor_routes(&spec, &handle, &health);
     let server = tonic::transport::Server::builder()
+        // A rank has its calls in flight, an Attach and a few others; each stream may hold a message.
+        .max_concurrent_streams(spec.communicator.max_in_flight.saturating_add(16))
         .add_routes(routes)
         .serve_with_incoming(accept(listener));
     let companion = companion::serve(companion_listener, handle.clone())?;

@@ -435,7 +435,7 @@ impl Task {
                 memory,
                 reply,
             } => {
-                let _ = reply.send(self.hand(session, rank, &memory));
+                let _ = reply.send(self.hand(session, rank, memory));
             }
             Command::RecordError(code) => self.communicator.stats_mut().record_error(code),
             Command::Stats(reply) => {
@@ -533,15 +533,10 @@ impl Task {
         Ok((fd, len_bytes))
     }
 
-    fn hand(&mut self, session: u64, rank: u32, memory: &SealedMemory) -> Result<u64, Refusal> {
-        let window = self
-            .windows
-            .get_mut(&session)
-            .ok_or(Refusal::UnknownSession)?;
-        let mapping = memory
-            .reserve()
-            .and_then(|()| memory.map())
-            .map_err(|_| Refusal::NoMemory)?;
+    fn hand(&mut self, session: u64, rank: u32, memory: SealedMemory) -> Result<u64, Refusal> {
+        if self.windows.values().any(|window| window.knows(&memory)) {
+            return Err(Refusal::Known);
+        }
         let len_bytes = memory.len_bytes().get() as u64;
         let handle = self
             .communicator
@@ -550,8 +545,17 @@ impl Task {
                 BufferError::Limit { .. } => Refusal::TooMany,
                 _ => Refusal::UnknownSession,
             })?;
-        window.keep(handle, mapping);
-        Ok(handle)
+        let mapping = memory.reserve().and_then(|()| memory.map());
+        match (mapping, self.windows.get_mut(&session)) {
+            (Ok(mapping), Some(window)) => {
+                window.keep(handle, mapping, memory);
+                Ok(handle)
+            }
+            (Err(_), _) | (_, None) => {
+                self.communicator.forget_memory(session, handle);
+                Err(Refusal::NoMemory)
+            }
+        }
     }
 
     /// Carries out what the communicator asks for, until it asks no more.

@@ -21,11 +21,15 @@ use allreduce_contract::{Backend, VERSION};
 use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::sync::Semaphore;
 use tonic::transport::Channel;
 use tonic::{Request, Response, Status};
 
 /// How long the supervisor waits for an executor's answer.
 const EXECUTOR_DEADLINE: Duration = Duration::from_millis(500);
+
+/// How many questions to all executors may be under way at once; more wait.
+const MAX_ROUNDS: usize = 4;
 
 /// Answers for one executor.
 #[derive(Debug)]
@@ -219,6 +223,8 @@ fn rss_bytes() -> u64 {
 pub(crate) struct SupervisorAdmin {
     placement: Arc<Placement>,
     started: Instant,
+    /// Rounds of questions to all executors that may be under way.
+    rounds: Semaphore,
 }
 
 impl SupervisorAdmin {
@@ -226,6 +232,7 @@ impl SupervisorAdmin {
         Self {
             placement,
             started: Instant::now(),
+            rounds: Semaphore::new(MAX_ROUNDS),
         }
     }
 
@@ -286,6 +293,8 @@ impl Admin for SupervisorAdmin {
         request: Request<GetStatsRequest>,
     ) -> Result<Response<GetStatsResponse>, Status> {
         let asked = self.asked(&request.into_inner().communicator)?;
+        // The semaphore is never closed; were it, asking would still be right.
+        let _round = self.rounds.acquire().await;
         let answers = ask_all(asked, |mut admin| async move {
             admin.get_stats(GetStatsRequest::default()).await
         })
@@ -330,6 +339,7 @@ impl Admin for SupervisorAdmin {
         request: Request<ListClientsRequest>,
     ) -> Result<Response<ListClientsResponse>, Status> {
         let asked = self.asked(&request.into_inner().communicator)?;
+        let _round = self.rounds.acquire().await;
         let answers = ask_all(asked, |mut admin| async move {
             admin.list_clients(ListClientsRequest::default()).await
         })

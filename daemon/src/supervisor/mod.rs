@@ -22,6 +22,9 @@ use tokio::signal::unix::{SignalKind, signal};
 /// Time that executors get beyond the drain timeout before they are killed.
 const KILL_GRACE: Duration = Duration::from_millis(500);
 
+/// How long a request may take to arrive and be answered. Open waits for an executor to start, at most 15 s.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// Why `serve` does not serve.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ServeError {
@@ -70,6 +73,9 @@ pub(crate) fn serve(config: Config, private: Private) -> Result<(), ServeError> 
         );
         let routes = supervisor_routes(&placement, &health);
         let server = tonic::transport::Server::builder()
+            // Nobody needs more; each may hold a message, and one that is never finished is given up.
+            .max_concurrent_streams(16)
+            .timeout(REQUEST_TIMEOUT)
             .add_routes(routes)
             .serve_with_incoming(accept(listener));
         health.set("control", true);
@@ -88,9 +94,10 @@ pub(crate) fn serve(config: Config, private: Private) -> Result<(), ServeError> 
         Ok(())
     });
     runtime.shutdown_background();
-    drop(socket);
-    // Empty unless an executor of an earlier supervisor still lives there.
+    // Empty unless an executor of an earlier supervisor still lives there; before the lock goes, after
+    // which another daemon may use it.
     let _ = std::fs::remove_dir(crate::listen::executor_dir(&config.listen.path));
+    drop(socket);
     if let Some(dir) = config
         .listen
         .path

@@ -16,7 +16,7 @@ use crate::backend::host::Fault;
 use crate::config::Config;
 use crate::executor::{ExecutorSpec, Identity};
 use crate::health::HealthTable;
-use crate::listen::{Access, executor_name};
+use crate::listen::{Access, ensure_executor_dir, executor_name};
 use crate::plan::{BackendChoice, Refusal, choose_backend};
 use crate::supervisor::Private;
 use allreduce_contract::companion::TOKEN_LEN;
@@ -37,6 +37,8 @@ use tokio::sync::watch;
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause before the first restart; doubles with each that fails.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
+/// Starts of a communicator that never served, before it is given up.
+const MAX_FAILED_STARTS: u32 = 5;
 /// Longest pause before a restart.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
@@ -337,10 +339,13 @@ impl Placement {
     /// Keeps an executor of the communicator running until it is no longer wanted.
     async fn keep(self: Arc<Self>, id: CommunicatorId) {
         let mut pause = FIRST_PAUSE;
+        let mut failed_starts = 0;
+        let mut has_served = false;
         loop {
             self.set_state(&id, State::Starting);
             let reason = match self.start(&id).await {
                 Ok(running) => {
+                    has_served = true;
                     let since = Instant::now();
                     let ended = self.watch(&id, running).await;
                     if since.elapsed() > LONGEST_PAUSE {
@@ -355,6 +360,11 @@ impl Placement {
             };
             tracing::error!(communicator = %id, reason, "executor down");
             self.set_state(&id, State::Down(reason));
+            failed_starts += 1;
+            if !has_served && failed_starts >= MAX_FAILED_STARTS {
+                // Nobody has ever joined it; who wants it opens it again, and its place is free meanwhile.
+                break;
+            }
             let drained = until_true(self.draining.subscribe());
             if tokio::time::timeout(pause, drained).await.is_ok() {
                 break;
@@ -369,6 +379,8 @@ impl Placement {
     }
 
     async fn start(&self, id: &CommunicatorId) -> io::Result<Running> {
+        // A cleaner of temporary files may have taken it.
+        ensure_executor_dir(&self.config.listen.path, self.access).map_err(io::Error::other)?;
         let socket = self
             .executor_dir
             .join(executor_name()?)
@@ -394,7 +406,7 @@ impl Placement {
         // of the supervisor's own version.
         let mut child = Command::new("/proc/self/exe")
             .arg0(crate::cli::CHILD_NAME)
-            .args(["executor", id.as_str()])
+            .args(["executor", "--", id.as_str()])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             // A group of its own: Ctrl-C at the terminal is for the supervisor, which drains.

@@ -157,6 +157,20 @@ pub async fn dial(
         .await
 }
 
+/// An error and its causes, in one line.
+pub fn error_chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.ends_with(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
+}
+
 #[cfg(feature = "server")]
 impl tonic::transport::server::Connected for UnixIo {
     type ConnectInfo = ();

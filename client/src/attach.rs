@@ -13,7 +13,7 @@
 use crate::error::{EpochEnd, Refused, connection_ended};
 use allreduce_contract::companion::{Kind, Reply, Request, TOKEN_LEN};
 use allreduce_contract::memory::{Mapping, SealedMemory};
-use allreduce_contract::transport::dial;
+use allreduce_contract::transport::{dial, error_chain};
 use allreduce_contract::v1::attach_request::Message as FromRank;
 use allreduce_contract::v1::attach_response::Message as ToRank;
 use allreduce_contract::v1::buffers_client::BuffersClient;
@@ -320,20 +320,6 @@ fn ended(notice: Notice) -> Over {
         rank: notice.rank,
         message: notice.reason,
     })
-}
-
-/// An error and its causes, in one line.
-pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.ends_with(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        source = cause.source();
-    }
-    text
 }
 
 fn map_window(at: &ExecutorAt, rank: u32, joined: Joined) -> Result<Window, String> {

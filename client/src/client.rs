@@ -1,12 +1,15 @@
 //! The daemon, from a worker's side: finding executors and joining communicators.
 
-use crate::attach::{Attachment, ExecutorAt, Membership, Over, error_chain};
+use crate::attach::{Attachment, ExecutorAt, Membership, Over};
 use crate::communicator::Communicator;
 use crate::error::{ConnectError, JoinError, Refused};
 use allreduce_contract::companion::TOKEN_LEN;
-use allreduce_contract::transport::dial;
+use allreduce_contract::transport::{dial, error_chain};
+use allreduce_contract::v1::admin_client::AdminClient;
 use allreduce_contract::v1::control_client::ControlClient;
-use allreduce_contract::v1::{self, ErrorCode, Hello, OpenRequest, OpenResponse};
+use allreduce_contract::v1::{
+    self, ErrorCode, Hello, ListClientsRequest, OpenRequest, OpenResponse,
+};
 use allreduce_contract::window::ABI_VERSION;
 use allreduce_contract::{Backend, Lane};
 use std::path::{Path, PathBuf};
@@ -206,7 +209,7 @@ impl Client {
             Ok(Err(_)) => return Err(Attempt::Again("the client's thread ended".to_owned())),
             Err(_) => {
                 return Err(Attempt::Final(JoinError::Timeout {
-                    missing_ranks: Vec::new(),
+                    missing_ranks: missing_ranks(&at.socket, options.world_size).await,
                     message: format!(
                         "rank {} waited {} ms",
                         options.rank,
@@ -241,6 +244,26 @@ impl Client {
             }
         }
     }
+}
+
+/// The ranks that have not joined, by the executor's own account; none if it does not say at once.
+async fn missing_ranks(executor: &Path, world_size: u32) -> Vec<u32> {
+    let asked = async {
+        let mut admin = AdminClient::new(dial(executor).await.ok()?);
+        let list = admin
+            .list_clients(ListClientsRequest::default())
+            .await
+            .ok()?;
+        Some(list.into_inner().clients)
+    };
+    let Ok(Some(clients)) = tokio::time::timeout(LONGEST_PAUSE, asked).await else {
+        return Vec::new();
+    };
+    let has_joined = |rank: &u32| {
+        let mut joined = clients.iter().filter(|client| !client.ended);
+        joined.any(|client| client.rank == *rank)
+    };
+    (0..world_size).filter(|rank| !has_joined(rank)).collect()
 }
 
 /// How an attempt to join ended badly.

@@ -173,7 +173,7 @@ pub enum AllReduceError {
     /// Another refusal; the sequence number is used up unless the message says otherwise.
     #[error("{0}")]
     Refused(Refused),
-    /// The executor died or does not answer. Nothing is known about the buffers; join again.
+    /// The executor died or does not answer; join again.
     #[error("the executor is gone: {0}; join again")]
     ExecutorLost(String),
     /// A buffer belongs to another communicator. Nothing was sent.
@@ -229,7 +229,8 @@ pub(crate) fn connection_ended(refused: &Refused) -> String {
 pub struct Failed<B> {
     /// What went wrong.
     pub error: AllReduceError,
-    /// The buffers, unchanged; none after [`AllReduceError::ExecutorLost`].
+    /// The buffers, unchanged; none after [`AllReduceError::ExecutorLost`] of a call that was sent, since the
+    /// executor may still work on them.
     pub buffers: Option<B>,
 }
 

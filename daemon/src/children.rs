@@ -21,7 +21,7 @@ pub(crate) enum ChildError {
     Start(io::Error),
     #[error("worker {index} says what it should not: {line:?}")]
     Line { index: usize, line: String },
-    #[error("worker {0} ended before it was done; its error is above")]
+    #[error("worker {0} ended before it was done: its error is above, or it was killed")]
     Ended(usize),
     #[error("no worker said anything for {} s", .0.as_secs())]
     Silent(Duration),

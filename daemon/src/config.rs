@@ -399,7 +399,16 @@ impl Config {
         if let Err(reason) = crate::listen::check_path(&self.listen.path) {
             refuse("listen.path", reason.to_string());
         }
-        if let Err(reason) = tracing_subscriber::EnvFilter::try_new(&self.log.level) {
+        let is_word = self.log.level.chars().all(|c| c.is_ascii_alphabetic());
+        let levels = ["off", "error", "warn", "info", "debug", "trace"];
+        if is_word && !levels.contains(&self.log.level.to_lowercase().as_str()) {
+            // EnvFilter would take it for the name of a module, and log nothing.
+            let known = levels.join(", ");
+            refuse(
+                "log.level",
+                format!("{:?} is none of {known}", self.log.level),
+            );
+        } else if let Err(reason) = tracing_subscriber::EnvFilter::try_new(&self.log.level) {
             refuse("log.level", reason.to_string());
         }
         found
@@ -532,6 +541,10 @@ mod tests {
             (
                 "[listen]\nmode = \"rw\"\n",
                 "file:2: listen.mode: \"rw\" is not an octal mode",
+            ),
+            (
+                "[log]\nlevel = \"loud\"\n",
+                "file:2: log.level: \"loud\" is none of off, error, ",
             ),
             ("[log]\nlevel = \"a=b=c\"\n", "file:2: log.level: "),
             (

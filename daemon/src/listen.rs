@@ -60,6 +60,17 @@ pub(crate) enum ListenError {
     /// Something else is at the path.
     #[error("{} exists and is not a socket: it is left alone; move it away or use another path", .0.display())]
     NotASocket(PathBuf),
+    /// Another user could replace the socket.
+    #[error(
+        "the directory {} belongs to uid {uid}, who could replace the socket: use one of this user's or root's",
+        path.display()
+    )]
+    ForeignDirectory {
+        /// The directory.
+        path: PathBuf,
+        /// Its owner.
+        uid: u32,
+    },
     /// The configured group does not exist.
     #[error("there is no group {0:?} (listen.group)")]
     NoSuchGroup(String),
@@ -215,6 +226,7 @@ pub(crate) fn bind_daemon(path: &Path, access: Access) -> Result<DaemonSocket, L
             .create(parent)
             .map_err(io_error("cannot create the directory", parent))?;
     }
+    check_owner(path)?;
     let lock = Lock::take(path)?;
     clear_stale(path)?;
     let (listener, file) = bind_stream(path, access)?;
@@ -223,6 +235,23 @@ pub(crate) fn bind_daemon(path: &Path, access: Access) -> Result<DaemonSocket, L
         _file: file,
         _lock: lock,
     })
+}
+
+/// Refuses a directory of another user, who could replace the socket. Root's is fine.
+fn check_owner(path: &Path) -> Result<(), ListenError> {
+    let Some(parent) = path.parent() else {
+        return Ok(());
+    };
+    let metadata = fs::symlink_metadata(parent).map_err(io_error("cannot look at", parent))?;
+    let own = nix::unistd::geteuid().as_raw();
+    if metadata.uid() == own || metadata.uid() == 0 {
+        Ok(())
+    } else {
+        Err(ListenError::ForeignDirectory {
+            path: parent.to_owned(),
+            uid: metadata.uid(),
+        })
+    }
 }
 
 /// Binds a gRPC socket at a path that nobody uses.

@@ -2,7 +2,7 @@
 //!
 //! Owns the printing. It asks the daemon's Admin service and adds nothing to what that says.
 
-use allreduce_contract::transport::dial;
+use allreduce_contract::transport::{dial, error_chain};
 use allreduce_contract::v1::admin_client::AdminClient;
 use allreduce_contract::v1::{
     ClientInfo, CommunicatorInfo, CommunicatorStats, ErrorCode, GetStatsRequest, GetVersionRequest,
@@ -20,12 +20,9 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StatusError {
     #[error(
-        "no daemon answers on {socket}: {source}\nstart one with `allreduced serve`, or name its socket with --socket"
+        "no daemon answers on {socket}: {reason}\nstart one with `allreduced serve`, or name its socket with --socket"
     )]
-    Unreachable {
-        socket: String,
-        source: tonic::transport::Error,
-    },
+    Unreachable { socket: String, reason: String },
     #[error("the daemon on {socket} does not answer within {} s", TIMEOUT.as_secs())]
     Silent { socket: String },
     #[error("the daemon on {socket} answers {status}")]
@@ -132,9 +129,9 @@ struct ErrorReport {
 
 async fn ask(socket: &Path) -> Result<Report, StatusError> {
     let shown = socket.display().to_string();
-    let unreachable = |source| StatusError::Unreachable {
+    let unreachable = |error: tonic::transport::Error| StatusError::Unreachable {
         socket: shown.clone(),
-        source,
+        reason: error_chain(&error),
     };
     let refused = |status| StatusError::Refused {
         socket: shown.clone(),

@@ -38,8 +38,8 @@ pub(crate) struct Arguments {
     /// Number of ranks, each a process: 1 to 16.
     #[arg(long, value_name = "N", default_value_t = 4)]
     world_size: u32,
-    /// A shipped workload (kimi-k2.5-verify, llama-3-70b-decode-1, -8, -64, llama-3-70b-prefill-8k) or a
-    /// TOML file.
+    /// A shipped workload (kimi-k2.5-verify, llama-3-70b-decode-1, llama-3-70b-decode-8,
+    /// llama-3-70b-decode-64, llama-3-70b-prefill-8k) or a TOML file of the same form (README.md).
     #[arg(long, value_name = "NAME|FILE", default_value = workload::DEFAULT, conflicts_with_all = ["bytes", "dtype", "op"])]
     workload: String,
     /// Instead of a workload: 122 reductions of this many bytes a step.
@@ -392,6 +392,7 @@ impl Tally {
                 .iter()
                 .map(|rank| Lateness {
                     rank: rank.rank,
+                    calls: rank.operations,
                     times_last: rank.times_last,
                     late_us_p50: rank.lateness_us.as_ref().map_or(0.0, |late| late.p50),
                     late_us_p99: rank.lateness_us.as_ref().map_or(0.0, |late| late.p99),
@@ -437,6 +438,8 @@ impl Kind {
 #[derive(Debug, Serialize)]
 struct Lateness {
     rank: u32,
+    /// Of the executor's count: reductions, and the barriers between steps.
+    calls: u64,
     times_last: u64,
     late_us_p50: f64,
     late_us_p99: f64,
@@ -513,11 +516,12 @@ impl Outcome {
             row(
                 "arrival skew",
                 format!(
-                    "rank {:<2} late by p50 {}  p99 {}  last in {}",
+                    "rank {:<2} late by p50 {}  p99 {}  last in {} of {} (barriers counted)",
                     rank.rank,
                     time(rank.late_us_p50),
                     time(rank.late_us_p99),
-                    rank.times_last
+                    rank.times_last,
+                    rank.calls
                 ),
             );
         }

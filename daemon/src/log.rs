@@ -5,9 +5,12 @@
 
 use crate::config::{Log, LogFormat};
 use std::io::IsTerminal;
-use tracing_appender::non_blocking::WorkerGuard;
+use tracing_appender::non_blocking::{NonBlockingBuilder, WorkerGuard};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::time::UtcTime;
+
+/// Lines that may wait for standard error; more are dropped. Their queue is allocated at once.
+const BUFFERED_LINES: usize = 4096;
 
 /// Starts logging, and makes a panic of any thread end the process: a daemon that lives on without the
 /// thread that panicked serves nobody, and its supervisor, or systemd, starts a whole one.
@@ -21,7 +24,9 @@ pub(crate) fn init(log: &Log) -> WorkerGuard {
         std::process::abort();
     }));
     let filter = EnvFilter::try_new(&log.level).unwrap_or_else(|_| EnvFilter::new("info"));
-    let (writer, guard) = tracing_appender::non_blocking(std::io::stderr());
+    let (writer, guard) = NonBlockingBuilder::default()
+        .buffered_lines_limit(BUFFERED_LINES)
+        .finish(std::io::stderr());
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(writer)

@@ -80,6 +80,17 @@ async fn unknown_communicators_are_not_found() {
     lives(&daemon).await;
 }
 
+/// Broken by an executor that takes its communicator's name for an option.
+#[tokio::test]
+async fn names_that_look_like_options_are_names() {
+    let _watchdog = watchdog();
+    let daemon = quiet_daemon();
+    for name in ["--help", "-V", "-", "--", "-x.y_z", &"-".repeat(64)] {
+        let mut ranks = join_all(daemon.socket(), name, 1).await;
+        reduce_well(&mut ranks).await;
+    }
+}
+
 #[tokio::test]
 async fn open_refuses_bad_names_and_world_sizes() {
     let _watchdog = watchdog();

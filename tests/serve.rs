@@ -372,3 +372,28 @@ fn the_command_line_says_what_it_is() {
     assert_eq!(run(&["nonsense"]).status.code(), Some(2));
     assert_eq!(run(&[]).status.code(), Some(2));
 }
+
+/// Broken by a log that panics, or waits, when standard error takes nothing.
+#[test]
+fn a_daemon_whose_log_takes_nothing_serves() {
+    let _watchdog = watchdog();
+    let scratch = Scratch::new();
+    let socket = scratch.path("d.sock");
+    let full = std::fs::OpenOptions::new()
+        .write(true)
+        .open("/dev/full")
+        .unwrap();
+    let mut daemon = std::process::Command::new(env!("CARGO_BIN_EXE_allreduced"))
+        .args(["serve", "--socket"])
+        .arg(&socket)
+        .stderr(full)
+        .spawn()
+        .unwrap();
+    eventually("it serves", || {
+        std::os::unix::net::UnixStream::connect(&socket).ok()
+    });
+    harness::reduce_well(&harness::join_all(Path::new(&socket), "mute", 2));
+    harness::send_signal(daemon.id(), Signal::SIGTERM);
+    let ended = eventually("it ends", || daemon.try_wait().unwrap());
+    assert!(ended.success(), "{ended}");
+}

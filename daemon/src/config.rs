@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Prefix of environment variables that set keys: `ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS=500` sets
 /// `communicator.default_timeout_ms`.
@@ -426,6 +427,11 @@ impl Listen {
             .filter(|mode| *mode <= 0o777)
             .ok_or_else(|| format!("{:?} is not an octal mode such as \"0660\"", self.mode))
     }
+}
+
+/// A configured time, which is in milliseconds.
+pub(crate) fn ms(ms: u32) -> Duration {
+    Duration::from_millis(u64::from(ms))
 }
 
 fn read(path: &Path) -> Result<String, ConfigError> {

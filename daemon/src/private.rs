@@ -34,6 +34,12 @@ pub struct PrivateDaemon {
 }
 
 impl PrivateDaemon {
+    /// Starts this very executable as a private daemon that logs warnings only: for `demo` and `bench`.
+    pub(crate) fn start_own(arguments: &[String]) -> Result<Self, StartError> {
+        let quiet = [("ALLREDUCED_LOG__LEVEL", "warn")];
+        Self::start(Path::new("/proc/self/exe"), arguments, &quiet)
+    }
+
     /// Starts `executable` as a private daemon, with more `arguments` for `serve`.
     ///
     /// # Errors

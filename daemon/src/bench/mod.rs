@@ -20,7 +20,7 @@ use allreduce_contract::{Backend, BadWorldSize, Dtype, Lane, Op, WorldSize};
 use allreduce_kernels::{ReduceError, measure};
 use peer::{CaseReport, PeerReport, PeerSpec, RankSpec};
 use serde::Serialize;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -184,11 +184,7 @@ fn measure_rpc(
     world_size: WorldSize,
     cases: &[ReductionSpec],
 ) -> Result<(Vec<CaseReport>, Memory), BenchError> {
-    let daemon = PrivateDaemon::start(
-        Path::new("/proc/self/exe"),
-        &[],
-        &[("ALLREDUCED_LOG__LEVEL", "warn")],
-    )?;
+    let daemon = PrivateDaemon::start_own(&[])?;
     let echo_socket = daemon.socket().with_file_name("echo.sock");
     let _echo = start_echo(&echo_socket, false)?;
     let specs: Vec<PeerSpec> = world_size
@@ -265,18 +261,16 @@ fn kernel_rows(world_size: WorldSize, case: ReductionSpec) -> Result<Vec<Row>, B
 /// Echo with each kind of runtime on either side.
 fn runtime_rows(world_size: WorldSize) -> Result<Vec<Row>, BenchError> {
     let mut rows: Vec<Row> = Vec::new();
+    // Its directory holds the echo servers' sockets.
+    let daemon = PrivateDaemon::start_own(&[])?;
     for (lane, server, client) in [
         ("echo/ct-ct", false, false),
         ("echo/mt-ct", true, false),
         ("echo/ct-mt", false, true),
         ("echo/mt-mt", true, true),
     ] {
-        let dir = PrivateDaemon::start(
-            Path::new("/proc/self/exe"),
-            &[],
-            &[("ALLREDUCED_LOG__LEVEL", "warn")],
-        )?;
-        let socket: PathBuf = dir.socket().with_file_name("echo.sock");
+        let name = format!("{}.sock", lane.replace('/', "-"));
+        let socket = daemon.socket().with_file_name(name);
         let _echo = start_echo(&socket, server)?;
         let spec = PeerSpec::EchoClient {
             socket,

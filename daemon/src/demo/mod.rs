@@ -166,11 +166,7 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, DemoError> {
     {
         flags.push(format!("--inject-bit-flip={reduction}:{rank}:{bit}"));
     }
-    let daemon = PrivateDaemon::start(
-        Path::new("/proc/self/exe"),
-        &flags,
-        &[("ALLREDUCED_LOG__LEVEL", "warn")],
-    )?;
+    let daemon = PrivateDaemon::start_own(&flags)?;
     let specs: Vec<WorkerSpec> = world_size
         .ranks()
         .map(|rank| WorkerSpec {

@@ -15,16 +15,15 @@ use crate::config::{CommunicatorConfig, Host, Log};
 use crate::health::HealthTable;
 use crate::listen::{Access, ListenError, accept, bind_seqpacket, bind_stream};
 use crate::rpc::executor_routes;
-use crate::wire::read_line;
+use crate::wire::{announce_ready, read_line, stdin_ended};
 use allreduce_contract::WorldSize;
 use allreduce_contract::companion::TOKEN_LEN;
 use serde::{Deserialize, Serialize};
-use std::io::{self, Write};
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use task::{Task, TaskEnd};
-use tokio::io::AsyncReadExt;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Everything an executor is told at its start.
@@ -189,18 +188,9 @@ async fn serve(spec: Arc<ExecutorSpec>) -> Result<(), ExecutorError> {
     }
 }
 
-/// Tells the supervisor that RPCs succeed from now on.
-fn announce_ready() -> io::Result<()> {
-    let mut stdout = io::stdout().lock();
-    stdout.write_all(b"ready\n")?;
-    stdout.flush()
-}
-
 /// Standard input ends when the supervisor does, however it does.
 async fn watch_supervisor(handle: Handle) {
-    let mut stdin = tokio::io::stdin();
-    let mut ignored = [0_u8; 64];
-    while matches!(stdin.read(&mut ignored).await, Ok(read) if read > 0) {}
+    stdin_ended().await;
     handle.orphaned().await;
     tracing::warn!("the supervisor is gone: this executor exits when its ranks have left");
 }

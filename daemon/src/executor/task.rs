@@ -9,6 +9,7 @@ use crate::communicator::{
     BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, JoinError, Joining,
     Launch, Quantiles, RankStats, Reduced, ReductionKind, SessionInfo, Settings, Stats,
 };
+use crate::config::ms;
 use crate::executor::ExecutorSpec;
 use crate::plan::{LaneChoice, choose_lane};
 use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
@@ -740,8 +741,4 @@ pub(crate) fn exhausted(error: &MemoryError) -> Option<(u64, u64)> {
 /// What a client says of itself, fit for a terminal.
 fn shortened(name: &str) -> String {
     name.chars().filter(|c| !c.is_control()).take(64).collect()
-}
-
-fn ms(ms: u32) -> Duration {
-    Duration::from_millis(u64::from(ms))
 }

@@ -4,6 +4,7 @@
 //! communicator tells, and detaches the rank when the stream ends for whatever reason.
 
 use crate::communicator::{EndCause, EpochEnd, Gone};
+use crate::config::ms;
 use crate::executor::{ExecutorSpec, Handle, JoinedAs, Tell};
 use crate::rpc::ToStatus;
 use crate::rpc::status::BadMessage;
@@ -201,8 +202,4 @@ fn joined_message(spec: &ExecutorSpec, joined: &JoinedAs) -> Joined {
         max_in_flight: spec.communicator.max_in_flight,
         default_timeout_ms: spec.communicator.default_timeout_ms,
     }
-}
-
-fn ms(ms: u32) -> Duration {
-    Duration::from_millis(u64::from(ms))
 }

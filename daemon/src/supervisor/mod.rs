@@ -13,10 +13,10 @@ use crate::config::Config;
 use crate::health::HealthTable;
 use crate::listen::{Access, ListenError, accept, bind_daemon, prepare_executor_dir};
 use crate::rpc::supervisor_routes;
-use std::io::{self, Write};
+use crate::wire::{announce_ready, stdin_ended};
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::io::AsyncReadExt;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Time that executors get beyond the drain timeout before they are killed.
@@ -110,12 +110,6 @@ pub(crate) fn serve(config: Config, private: Private) -> Result<(), ServeError> 
     served
 }
 
-fn announce_ready() -> io::Result<()> {
-    let mut stdout = io::stdout().lock();
-    stdout.write_all(b"ready\n")?;
-    stdout.flush()
-}
-
 /// Serves until a signal, or the end of standard input where that is the lifetime. The server goes on
 /// answering health and stats while draining: it lives in a task of its own.
 async fn until_told(
@@ -127,9 +121,7 @@ async fn until_told(
     let mut server = tokio::spawn(server);
     let stdin_closes = async {
         if private.until_stdin_closes {
-            let mut stdin = tokio::io::stdin();
-            let mut ignored = [0_u8; 64];
-            while matches!(stdin.read(&mut ignored).await, Ok(read) if read > 0) {}
+            stdin_ended().await;
         } else {
             std::future::pending::<()>().await;
         }

@@ -4,6 +4,10 @@
 //! Owns no state and starts nothing. The daemon and the client call it; it depends on neither.
 
 pub mod companion;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+#[cfg(feature = "kernels")]
+pub mod kernel;
 pub mod memory;
 pub mod status;
 pub mod transport;

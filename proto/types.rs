@@ -323,17 +323,57 @@ pub enum Algorithm {
     OneShot,
     /// The same pass, cut into chunks that several threads share.
     OneShotChunked,
+    /// CUDA: every rank writes its tensor into every peer's window; the data says that it has arrived.
+    OneShotPush,
+    /// CUDA: every rank reads every peer's tensor; flags say when.
+    OneShotPull,
+    /// CUDA: every rank reads every peer's window; the data says that it has arrived.
+    OneShotPullInband,
+    /// CUDA: reduce-scatter by writing to peers, then all-gather by writing to peers.
+    TwoShotPush,
+    /// CUDA: reduce-scatter by reading peers, then all-gather by reading peers; flags say when.
+    TwoShotPull,
+    /// CUDA: the same; the data says that it has arrived.
+    TwoShotPullInband,
 }
 
 impl Algorithm {
     /// Every algorithm, in the order of the wire enum.
-    pub const ALL: [Algorithm; 2] = [Algorithm::OneShot, Algorithm::OneShotChunked];
+    pub const ALL: [Algorithm; 8] = [
+        Algorithm::OneShot,
+        Algorithm::OneShotChunked,
+        Algorithm::OneShotPush,
+        Algorithm::OneShotPull,
+        Algorithm::OneShotPullInband,
+        Algorithm::TwoShotPush,
+        Algorithm::TwoShotPull,
+        Algorithm::TwoShotPullInband,
+    ];
+
+    /// The backend that has it.
+    pub const fn backend(self) -> Backend {
+        match self {
+            Algorithm::OneShot | Algorithm::OneShotChunked => Backend::Host,
+            Algorithm::OneShotPush
+            | Algorithm::OneShotPull
+            | Algorithm::OneShotPullInband
+            | Algorithm::TwoShotPush
+            | Algorithm::TwoShotPull
+            | Algorithm::TwoShotPullInband => Backend::Cuda,
+        }
+    }
 
     /// The lower-case name used on the command line, in JSON and in stats.
     pub const fn name(self) -> &'static str {
         match self {
             Algorithm::OneShot => "one_shot",
             Algorithm::OneShotChunked => "one_shot_chunked",
+            Algorithm::OneShotPush => "one_shot_push",
+            Algorithm::OneShotPull => "one_shot_pull",
+            Algorithm::OneShotPullInband => "one_shot_pull_inband",
+            Algorithm::TwoShotPush => "two_shot_push",
+            Algorithm::TwoShotPull => "two_shot_pull",
+            Algorithm::TwoShotPullInband => "two_shot_pull_inband",
         }
     }
 }

@@ -74,7 +74,18 @@ wire_enum!(Dtype, "dtype", F32, F64, F16, Bf16, I32, I64);
 wire_enum!(Op, "op", Sum, Avg, Min, Max, Prod);
 wire_enum!(Lane, "lane", Rpc, Resident, Delegated);
 wire_enum!(Backend, "backend", Host, Cuda);
-wire_enum!(Algorithm, "algorithm", OneShot, OneShotChunked);
+wire_enum!(
+    Algorithm,
+    "algorithm",
+    OneShot,
+    OneShotChunked,
+    OneShotPush,
+    OneShotPull,
+    OneShotPullInband,
+    TwoShotPush,
+    TwoShotPull,
+    TwoShotPullInband
+);
 
 #[cfg(test)]
 mod tests {

@@ -10,6 +10,7 @@
 //! | `done` | executor | rank | the executor touches no buffer of a sequence up to this one any more |
 //! | `ended` | executor | rank | 0, or 1 once the epoch is over and the executor touches no buffer at all |
 //! | `changes` | executor | rank | counts stores to `done` and `ended`; the futex that waiters sleep on |
+//! | `status` | GPU, executor | rank, executor | 0, or the [`Abort`] that a reduction of this rank failed with |
 //!
 //! The executor never trusts the page: a rank can scribble over its own. What it reads there (`ready`)
 //! it compares with what the rank announced by RPC, and nothing else.
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant};
 
 /// Version of everything in this module and in [`crate::companion`]. Hello carries the client's; the
 /// executor refuses another.
-pub const ABI_VERSION: u32 = 1;
+pub const ABI_VERSION: u32 = 2;
 
 /// Length of the control page, bytes.
 pub const CONTROL_LEN_BYTES: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
@@ -48,6 +49,7 @@ struct ControlPage {
     done: Line<AtomicU64>,
     ended: AtomicU32,
     changes: AtomicU32,
+    status: Line<AtomicU64>,
 }
 
 const _: () = {
@@ -60,8 +62,106 @@ const _: () = {
     assert!(offset_of!(ControlPage, done) == 128);
     assert!(offset_of!(ControlPage, ended) == 192);
     assert!(offset_of!(ControlPage, changes) == 196);
+    assert!(offset_of!(ControlPage, status) == STATUS_OFFSET_BYTES);
     assert!(size_of::<ControlPage>() <= CONTROL_LEN_BYTES.get());
 };
+
+/// Where the status word is in the control page; the executor registers the page with CUDA, so that kernels
+/// can store there.
+pub const STATUS_OFFSET_BYTES: usize = 256;
+
+/// Why a reduction failed on the GPU: the status word, and the abort word that the kernels pass on
+/// (kernels/cuda/abi.h, `abort_word`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Abort {
+    /// What went wrong.
+    pub reason: AbortReason,
+    /// The rank that was missing or at fault.
+    pub rank: u32,
+    /// The epoch, modulo 2^24.
+    pub epoch: u32,
+    /// The kernel's count of reductions in the epoch.
+    pub sequence: u32,
+}
+
+/// Reasons of an [`Abort`]. The values are those of abi.h.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AbortReason {
+    /// The deadline passed while waiting for the rank.
+    Timeout,
+    /// The rank ran another reduction.
+    Mismatch,
+    /// The rank was ahead by a whole call.
+    Sequence,
+    /// The rank's launch was outside the limits of its window.
+    BadCall,
+    /// The executor ended the epoch: the rank left, died or was evicted.
+    Host,
+    /// A value this version does not know.
+    Unknown(u8),
+}
+
+impl AbortReason {
+    const fn code(self) -> u8 {
+        match self {
+            AbortReason::Timeout => 1,
+            AbortReason::Mismatch => 2,
+            AbortReason::Sequence => 3,
+            AbortReason::BadCall => 4,
+            AbortReason::Host => 5,
+            AbortReason::Unknown(code) => code & 15,
+        }
+    }
+}
+
+impl Abort {
+    /// Reads a status word; none if it is 0.
+    pub const fn from_word(word: u64) -> Option<Self> {
+        if word == 0 {
+            return None;
+        }
+        let reason = match (word >> 60) as u8 {
+            1 => AbortReason::Timeout,
+            2 => AbortReason::Mismatch,
+            3 => AbortReason::Sequence,
+            4 => AbortReason::BadCall,
+            5 => AbortReason::Host,
+            code => AbortReason::Unknown(code),
+        };
+        Some(Self {
+            reason,
+            rank: (word >> 56) as u32 & 15,
+            epoch: (word >> 32) as u32 & 0xff_ffff,
+            sequence: word as u32,
+        })
+    }
+
+    /// The word.
+    pub const fn to_word(self) -> u64 {
+        self.sequence as u64
+            | ((self.epoch & 0xff_ffff) as u64) << 32
+            | ((self.rank & 15) as u64) << 56
+            | (self.reason.code() as u64) << 60
+    }
+}
+
+impl std::fmt::Display for Abort {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { rank, sequence, .. } = self;
+        write!(f, "reduction {sequence} failed on the GPU: ")?;
+        match self.reason {
+            AbortReason::Timeout => write!(f, "rank {rank} did not arrive in time"),
+            AbortReason::Mismatch => write!(f, "rank {rank} ran another reduction"),
+            AbortReason::Sequence => write!(f, "rank {rank} was ahead by a whole call"),
+            AbortReason::BadCall => write!(
+                f,
+                "the launch of rank {rank} was outside its window's limits"
+            ),
+            AbortReason::Host => write!(f, "the executor ended the epoch, because of rank {rank}"),
+            AbortReason::Unknown(code) => write!(f, "reason {code}, rank {rank}"),
+        }
+    }
+}
 
 /// A mapped control page.
 #[derive(Debug)]
@@ -182,6 +282,28 @@ impl Control {
         self.wake();
     }
 
+    /// Executor: the page's address, to be registered with CUDA. It stays mapped as long as self.
+    pub fn page_start(&self) -> std::ptr::NonNull<u8> {
+        self.mapping.start()
+    }
+
+    /// Why a reduction of this rank failed on the GPU, if one did.
+    pub fn status(&self) -> Option<Abort> {
+        // SYNC: status. Acquire: pairs with the kernel's system-wide store, or set_status.
+        Abort::from_word(self.page().status.0.load(Ordering::Acquire))
+    }
+
+    /// Executor: says why, unless a kernel has said so before.
+    pub fn set_status(&self, abort: Abort) {
+        // SYNC: status. Release: pairs with status().
+        let _ = self.page().status.0.compare_exchange(
+            0,
+            abort.to_word(),
+            Ordering::Release,
+            Ordering::Relaxed,
+        );
+    }
+
     fn wake(&self) {
         // SYNC: changes. Release: who sees the new count sees the store that it announces.
         self.page().changes.fetch_add(1, Ordering::Release);
@@ -285,6 +407,32 @@ mod tests {
             }
             assert_eq!(waiter.join().unwrap(), Settled::Done);
         });
+    }
+
+    #[test]
+    fn the_first_reason_stays() {
+        let (executor, rank) = pair();
+        assert_eq!(rank.status(), None);
+        let abort = |reason, rank| Abort {
+            reason,
+            rank,
+            epoch: 0xab_cdef,
+            sequence: u32::MAX - 1,
+        };
+        for reason in [
+            AbortReason::Timeout,
+            AbortReason::Mismatch,
+            AbortReason::Sequence,
+            AbortReason::BadCall,
+            AbortReason::Host,
+            AbortReason::Unknown(15),
+        ] {
+            let abort = abort(reason, 15);
+            assert_eq!(Abort::from_word(abort.to_word()), Some(abort));
+        }
+        executor.set_status(abort(AbortReason::Timeout, 3));
+        executor.set_status(abort(AbortReason::Host, 1));
+        assert_eq!(rank.status(), Some(abort(AbortReason::Timeout, 3)));
     }
 
     #[test]

@@ -1,0 +1,955 @@
+//! CUDA, as far as executor and client share it: devices by UUID, contexts, and the memory and events that
+//! cross a process border.
+//!
+//! Owns the driver calls and their guards: every guard frees what it names, in the context it was made in.
+//! Only executors and the client's `cuda` feature call it; nothing here runs unless [`Driver::get`] found a
+//! usable libcuda, which is looked for at run time. Refuses to launch kernels (the executor does) and to know
+//! the contract's messages.
+//!
+//! Contexts are the devices' primary ones, so that memory and streams of whatever framework the worker uses
+//! fit. No call here synchronises a device.
+#![allow(unsafe_code)] // room: CUDA bindings
+
+use cudarc::driver::sys;
+use std::ffi::{CStr, c_int, c_void};
+use std::fmt;
+use std::marker::PhantomData;
+use std::ptr;
+use std::sync::{Arc, OnceLock};
+
+/// A device address, in a context of this process.
+pub type DevicePtr = u64;
+
+/// Length of an IPC handle of memory or of an event, bytes.
+pub const IPC_HANDLE_LEN: usize = 64;
+
+/// Oldest driver that has every function used here: CUDA 11.4 (cuDeviceGetUuid_v2).
+const OLDEST_DRIVER: c_int = 11_040;
+
+/// A driver call failed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CudaError {
+    /// The function.
+    pub call: &'static str,
+    /// The CUresult.
+    pub code: u32,
+    /// Its name, such as CUDA_ERROR_OUT_OF_MEMORY.
+    pub name: String,
+}
+
+impl CudaError {
+    /// Whether device memory was short.
+    pub fn is_out_of_memory(&self) -> bool {
+        self.code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32
+    }
+}
+
+impl fmt::Display for CudaError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {} ({})", self.call, self.name, self.code)
+    }
+}
+
+impl std::error::Error for CudaError {}
+
+/// Names a result; `Ok` for success.
+///
+/// # Errors
+/// [`CudaError`].
+pub fn check(call: &'static str, result: sys::CUresult) -> Result<(), CudaError> {
+    if result == sys::CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let mut name = ptr::null();
+    // SAFETY: name is a place for a pointer to a static string, null if the code is unknown; libcuda is
+    // loaded, since it gave the result.
+    let name = unsafe {
+        sys::cuGetErrorName(result, &raw mut name);
+        if name.is_null() {
+            "unknown".to_owned()
+        } else {
+            CStr::from_ptr(name).to_string_lossy().into_owned()
+        }
+    };
+    Err(CudaError {
+        call,
+        code: result as u32,
+        name,
+    })
+}
+
+/// `call!(cuFoo(args))`: calls the function and names its error. The SAFETY comment is the caller's.
+macro_rules! call {
+    ($function:ident ( $($argument:expr),* $(,)? )) => {
+        check(stringify!($function), sys::$function($($argument),*))
+    };
+}
+
+/// Why there is no CUDA here.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Unavailable {
+    /// No driver library.
+    #[error("no NVIDIA driver: libcuda.so.1 was not found")]
+    NoLibrary,
+    /// The driver is older than 11.4.
+    #[error("the NVIDIA driver supports CUDA {}.{}, 11.4 is needed: update it", .0 / 1000, .0 % 1000 / 10)]
+    TooOld(i32),
+    /// The driver does not start.
+    #[error("{0}")]
+    Init(CudaError),
+    /// No GPU to be seen.
+    #[error("no GPU is visible to this process (CUDA_VISIBLE_DEVICES)")]
+    NoDevice,
+}
+
+/// The driver, loaded and initialised in this process.
+#[derive(Debug, Clone, Copy)]
+pub struct Driver(());
+
+impl Driver {
+    /// Loads and initialises it, once for the process.
+    ///
+    /// # Errors
+    /// [`Unavailable`].
+    pub fn get() -> Result<Self, Unavailable> {
+        static STATE: OnceLock<Result<(), Unavailable>> = OnceLock::new();
+        STATE.get_or_init(Self::start).clone().map(|()| Self(()))
+    }
+
+    fn start() -> Result<(), Unavailable> {
+        // SAFETY: looking for the library runs its initialisers, as any use of CUDA does.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(Unavailable::NoLibrary);
+        }
+        let mut version = 0;
+        // SAFETY: the library is there; version is a place for an int.
+        unsafe { call!(cuDriverGetVersion(&raw mut version)) }.map_err(Unavailable::Init)?;
+        if version < OLDEST_DRIVER {
+            return Err(Unavailable::TooOld(version));
+        }
+        // SAFETY: the library is there; 0 is the only flag.
+        match unsafe { call!(cuInit(0)) } {
+            Ok(()) => Ok(()),
+            Err(error) if error.code == sys::CUresult::CUDA_ERROR_NO_DEVICE as u32 => {
+                Err(Unavailable::NoDevice)
+            }
+            Err(error) => Err(Unavailable::Init(error)),
+        }
+    }
+
+    /// CUDA version that the driver supports: 1000 x major + 10 x minor.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn version(self) -> Result<i32, CudaError> {
+        let mut version = 0;
+        // SAFETY: version is a place for an int.
+        unsafe { call!(cuDriverGetVersion(&raw mut version)) }?;
+        Ok(version)
+    }
+
+    /// The devices that this process sees, in its own order.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn devices(self) -> Result<Vec<Device>, CudaError> {
+        let mut count = 0;
+        // SAFETY: count is a place for an int.
+        unsafe { call!(cuDeviceGetCount(&raw mut count)) }?;
+        (0..count)
+            .map(|ordinal| Device::at(ordinal, self))
+            .collect()
+    }
+
+    /// The device of the context that is current in this thread, if one is.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn current_device(self) -> Result<Option<Device>, CudaError> {
+        let mut context = ptr::null_mut();
+        // SAFETY: context is a place for a handle.
+        unsafe { call!(cuCtxGetCurrent(&raw mut context)) }?;
+        if context.is_null() {
+            return Ok(None);
+        }
+        let mut raw = 0;
+        // SAFETY: a context is current; raw is a place for a device.
+        unsafe { call!(cuCtxGetDevice(&raw mut raw)) }?;
+        Ok(self.devices()?.into_iter().find(|device| device.raw == raw))
+    }
+}
+
+/// A GPU, or a MIG instance of one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Device {
+    raw: sys::CUdevice,
+    ordinal: i32,
+    uuid: String,
+    name: String,
+}
+
+impl Device {
+    fn at(ordinal: c_int, _driver: Driver) -> Result<Self, CudaError> {
+        let mut raw = 0;
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        let mut name = [0_u8; 256];
+        // SAFETY: the ordinal was counted; the places have the types and lengths that the calls take, and
+        // cuDeviceGetName terminates what it writes.
+        unsafe {
+            call!(cuDeviceGet(&raw mut raw, ordinal))?;
+            call!(cuDeviceGetUuid_v2(&raw mut uuid, raw))?;
+            call!(cuDeviceGetName(name.as_mut_ptr().cast(), 255, raw))?;
+        }
+        let name = CStr::from_bytes_until_nul(&name).unwrap_or_default();
+        Ok(Self {
+            raw,
+            ordinal,
+            uuid: uuid_text(uuid.bytes.map(|byte| byte as u8)),
+            name: name.to_string_lossy().into_owned(),
+        })
+    }
+
+    /// Its place in this process's order (CUDA_VISIBLE_DEVICES renumbers; another process counts differently).
+    pub fn ordinal(&self) -> i32 {
+        self.ordinal
+    }
+
+    /// Its UUID, the same in every process: "GPU-" and 8-4-4-4-12 hexadecimal digits.
+    pub fn uuid(&self) -> &str {
+        &self.uuid
+    }
+
+    /// Its product name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// A number that the driver knows of it.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn attribute(&self, attribute: sys::CUdevice_attribute) -> Result<i32, CudaError> {
+        let mut value = 0;
+        // SAFETY: value is a place for an int; the device is one.
+        unsafe { call!(cuDeviceGetAttribute(&raw mut value, attribute, self.raw)) }?;
+        Ok(value)
+    }
+
+    /// Compute capability: 10 x major + minor.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn compute_capability(&self) -> Result<i32, CudaError> {
+        use sys::CUdevice_attribute as A;
+        let major = self.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = self.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        Ok(10 * major + minor)
+    }
+
+    /// Number of multiprocessors that this process may use.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn multiprocessors(&self) -> Result<u32, CudaError> {
+        use sys::CUdevice_attribute as A;
+        let count = self.attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        Ok(u32::try_from(count).unwrap_or(0))
+    }
+
+    /// Whether this process is a client of MPS on the device. A driver that cannot say counts as no.
+    pub fn has_mps(&self) -> bool {
+        use sys::CUdevice_attribute as A;
+        self.attribute(A::CU_DEVICE_ATTRIBUTE_MPS_ENABLED)
+            .is_ok_and(|value| value != 0)
+    }
+
+    /// Whether kernels here can address the memory of `peer`, by the driver's account.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn can_access(&self, peer: &Device) -> Result<bool, CudaError> {
+        let mut value = 0;
+        // SAFETY: value is a place for an int; both are devices.
+        unsafe { call!(cuDeviceCanAccessPeer(&raw mut value, self.raw, peer.raw)) }?;
+        Ok(value != 0)
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.uuid, self.name)
+    }
+}
+
+fn uuid_text(bytes: [u8; 16]) -> String {
+    let mut text = String::from("GPU-");
+    for (index, byte) in bytes.into_iter().enumerate() {
+        if matches!(index, 4 | 6 | 8 | 10) {
+            text.push('-');
+        }
+        text.push_str(&format!("{byte:02x}"));
+    }
+    text
+}
+
+/// A device's primary context, retained.
+#[derive(Debug)]
+pub struct Context {
+    device: Device,
+    raw: sys::CUcontext,
+}
+
+// SAFETY: a context may be used from any thread that makes it current, which every use here does.
+unsafe impl Send for Context {}
+// SAFETY: as above; the driver serialises.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// Retains the device's primary context, which makes it if there is none.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn retain(device: Device) -> Result<Arc<Self>, CudaError> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: raw is a place for a handle; Drop releases what is retained.
+        unsafe { call!(cuDevicePrimaryCtxRetain(&raw mut raw, device.raw)) }?;
+        Ok(Arc::new(Self { device, raw }))
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The handle.
+    pub fn raw(&self) -> sys::CUcontext {
+        self.raw
+    }
+
+    /// Makes it current in this thread until the guard is dropped; then what was current before is again.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn enter(&self) -> Result<Entered<'_>, CudaError> {
+        // SAFETY: the context is retained as long as self, which the guard borrows.
+        unsafe { call!(cuCtxPushCurrent_v2(self.raw)) }?;
+        Ok(Entered(PhantomData))
+    }
+
+    /// Lets kernels of this context address memory of `peer`. Done before is no error.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn enable_peer(&self, peer: &Context) -> Result<(), CudaError> {
+        let _entered = self.enter()?;
+        // SAFETY: both contexts are retained.
+        match unsafe { call!(cuCtxEnablePeerAccess(peer.raw, 0)) } {
+            Err(error)
+                if error.code == sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED as u32 =>
+            {
+                Ok(())
+            }
+            other => other,
+        }
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained once by this value. A failure leaves a reference behind, no more.
+        let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device.raw) };
+    }
+}
+
+/// A context is current in this thread.
+#[derive(Debug)]
+pub struct Entered<'a>(PhantomData<(&'a Context, *const ())>);
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        let mut popped = ptr::null_mut();
+        // SAFETY: the guard's own push is on top: guards are dropped in reverse order and stay in their
+        // thread (they are not Send).
+        let _ = unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) };
+    }
+}
+
+/// Keeps this thread's CUDA calls from disturbing a stream capture of another thread: for helper threads.
+///
+/// # Errors
+/// [`CudaError`].
+pub fn relax_capture_mode() -> Result<(), CudaError> {
+    let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: mode is a place that holds the new mode and takes the old.
+    unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }
+}
+
+/// Device memory of this process, from cuMemAlloc (the kind that can be exported).
+#[derive(Debug)]
+pub struct DeviceMemory {
+    context: Arc<Context>,
+    start: DevicePtr,
+    len_bytes: u64,
+}
+
+impl DeviceMemory {
+    /// Allocates `len_bytes` (at least 1), aligned to 256 bytes; the contents are anything.
+    ///
+    /// # Errors
+    /// [`CudaError`], see [`CudaError::is_out_of_memory`].
+    pub fn allocate(context: &Arc<Context>, len_bytes: u64) -> Result<Self, CudaError> {
+        let _entered = context.enter()?;
+        let mut start = 0;
+        let len = usize::try_from(len_bytes).unwrap_or(usize::MAX);
+        // SAFETY: start is a place for an address; Drop frees what is allocated.
+        unsafe { call!(cuMemAlloc_v2(&raw mut start, len)) }?;
+        Ok(Self {
+            context: Arc::clone(context),
+            start,
+            len_bytes,
+        })
+    }
+
+    /// Where it starts.
+    pub fn start(&self) -> DevicePtr {
+        self.start
+    }
+
+    /// Its length.
+    pub fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    /// Its context.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// A handle by which another process can map the allocation.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn export(&self) -> Result<[u8; IPC_HANDLE_LEN], CudaError> {
+        export(&self.context, self.start)
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        // A context that cannot be entered any more is lost, and its memory with it.
+        let Ok(_entered) = self.context.enter() else {
+            return;
+        };
+        // SAFETY: allocated by this value in this context and freed once.
+        let _ = unsafe { sys::cuMemFree_v2(self.start) };
+    }
+}
+
+/// The IPC handle of the allocation that starts at `start`.
+///
+/// # Errors
+/// [`CudaError`].
+pub fn export(context: &Context, start: DevicePtr) -> Result<[u8; IPC_HANDLE_LEN], CudaError> {
+    let _entered = context.enter()?;
+    let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+    // SAFETY: handle is a place for one; an address that cannot be exported is refused.
+    unsafe { call!(cuIpcGetMemHandle(&raw mut handle, start)) }?;
+    Ok(handle.reserved.map(|byte| byte as u8))
+}
+
+/// Memory of another process, mapped.
+#[derive(Debug)]
+pub struct ImportedMemory {
+    context: Arc<Context>,
+    start: DevicePtr,
+    len_bytes: u64,
+}
+
+impl ImportedMemory {
+    /// Maps the allocation that a handle names. A process cannot open its own, nor the same one twice in
+    /// one context.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn open(context: &Arc<Context>, handle: [u8; IPC_HANDLE_LEN]) -> Result<Self, CudaError> {
+        let _entered = context.enter()?;
+        let handle = sys::CUipcMemHandle {
+            reserved: handle.map(|byte| byte as _),
+        };
+        let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        let (mut start, mut base, mut len) = (0, 0, 0);
+        // SAFETY: start is a place for an address, the handle is 64 bytes of which the driver checks each;
+        // Drop closes what is opened.
+        unsafe { call!(cuIpcOpenMemHandle_v2(&raw mut start, handle, flags)) }?;
+        let mut imported = Self {
+            context: Arc::clone(context),
+            start,
+            len_bytes: 0,
+        };
+        // The driver's length, not the peer's word for it.
+        // SAFETY: start is mapped; the places have the types that the call takes.
+        unsafe { call!(cuMemGetAddressRange_v2(&raw mut base, &raw mut len, start)) }?;
+        imported.len_bytes = (len as u64).saturating_sub(start.saturating_sub(base));
+        Ok(imported)
+    }
+
+    /// Where it starts.
+    pub fn start(&self) -> DevicePtr {
+        self.start
+    }
+
+    /// Its length, by the driver's account.
+    pub fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+}
+
+impl Drop for ImportedMemory {
+    fn drop(&mut self) {
+        let Ok(_entered) = self.context.enter() else {
+            return;
+        };
+        // SAFETY: opened by this value in this context and closed once.
+        let _ = unsafe { sys::cuIpcCloseMemHandle(self.start) };
+    }
+}
+
+/// The allocation around a pointer of this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Allocation {
+    /// Where it starts.
+    pub start: DevicePtr,
+    /// Its length.
+    pub len_bytes: u64,
+    /// Differs for each allocation of the process (CU_POINTER_ATTRIBUTE_BUFFER_ID).
+    pub generation: u64,
+}
+
+/// Memory that no other process can map.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NotShareable {
+    /// Not an address that CUDA knows.
+    #[error("{0:#x} is no GPU memory: CUDA does not know the address")]
+    Unknown(DevicePtr),
+    /// Host memory.
+    #[error("{0:#x} is host memory: copy to GPU memory, or use backend host")]
+    Host(DevicePtr),
+    /// cuMemAllocManaged.
+    #[error(
+        "{0:#x} is managed memory, which CUDA IPC cannot export: allocate with cuMemAlloc (cudaMalloc)"
+    )]
+    Managed(DevicePtr),
+    /// cudaMallocAsync, or a memory pool.
+    #[error(
+        "{0:#x} is stream-ordered memory (cudaMallocAsync), which CUDA IPC cannot export: allocate with cuMemAlloc (cudaMalloc)"
+    )]
+    StreamOrdered(DevicePtr),
+    /// cuMemCreate and cuMemMap.
+    #[error(
+        "{0:#x} is virtual memory (cuMemCreate; PyTorch's expandable_segments), which CUDA IPC cannot export: allocate with cuMemAlloc (cudaMalloc)"
+    )]
+    Virtual(DevicePtr),
+    /// On another GPU.
+    #[error("{pointer:#x} is on device {found}, the rank joined with device {joined}")]
+    Foreign {
+        /// The address.
+        pointer: DevicePtr,
+        /// The ordinal of its device.
+        found: i32,
+        /// The ordinal of the rank's device.
+        joined: i32,
+    },
+    /// The driver says no.
+    #[error("{pointer:#x} cannot be exported: {error}")]
+    Refused {
+        /// The address.
+        pointer: DevicePtr,
+        /// Its answer.
+        error: CudaError,
+    },
+}
+
+/// Finds the allocation around `pointer`, if other processes can map it.
+///
+/// # Errors
+/// [`NotShareable`] says why not.
+pub fn allocation_around(
+    context: &Context,
+    pointer: DevicePtr,
+) -> Result<Allocation, NotShareable> {
+    use sys::CUpointer_attribute as A;
+    let refused = |error| NotShareable::Refused { pointer, error };
+    let _entered = context.enter().map_err(refused)?;
+    let unknown = |_| NotShareable::Unknown(pointer);
+    let kind: u32 = attribute(A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pointer).map_err(unknown)?;
+    let is_managed: u32 =
+        attribute(A::CU_POINTER_ATTRIBUTE_IS_MANAGED, pointer).map_err(unknown)?;
+    if is_managed != 0 {
+        return Err(NotShareable::Managed(pointer));
+    }
+    if kind != sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32 {
+        return Err(NotShareable::Host(pointer));
+    }
+    let found: i32 = attribute(A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer).map_err(refused)?;
+    let joined = context.device().ordinal();
+    if found != joined {
+        return Err(NotShareable::Foreign {
+            pointer,
+            found,
+            joined,
+        });
+    }
+    let pool: u64 = attribute(A::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, pointer).unwrap_or(0);
+    if pool != 0 {
+        return Err(NotShareable::StreamOrdered(pointer));
+    }
+    let can_export: u32 =
+        attribute(A::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, pointer).map_err(refused)?;
+    if can_export == 0 {
+        return Err(NotShareable::Virtual(pointer));
+    }
+    let generation = attribute(A::CU_POINTER_ATTRIBUTE_BUFFER_ID, pointer).map_err(refused)?;
+    let (mut start, mut len) = (0, 0);
+    // SAFETY: the places have the types that the call takes.
+    unsafe {
+        call!(cuMemGetAddressRange_v2(
+            &raw mut start,
+            &raw mut len,
+            pointer
+        ))
+    }
+    .map_err(refused)?;
+    Ok(Allocation {
+        start,
+        len_bytes: len as u64,
+        generation,
+    })
+}
+
+/// A pointer's attribute, whose size is T's.
+fn attribute<T: Copy + Default>(
+    attribute: sys::CUpointer_attribute,
+    pointer: DevicePtr,
+) -> Result<T, CudaError> {
+    // Room for the largest attribute asked for.
+    let mut value = [0_u64; 2];
+    const { assert!(size_of::<T>() <= 16 && align_of::<T>() <= 8) };
+    // SAFETY: value has room for every attribute that this module asks for; what it then holds is of the
+    // attribute's type, an integer or an address, of which T is the one of its size.
+    unsafe {
+        call!(cuPointerGetAttribute(
+            value.as_mut_ptr().cast(),
+            attribute,
+            pointer
+        ))?;
+        Ok(value.as_ptr().cast::<T>().read())
+    }
+}
+
+/// A stream of this process.
+#[derive(Debug)]
+pub struct Stream {
+    context: Arc<Context>,
+    raw: sys::CUstream,
+}
+
+// SAFETY: streams may be used from any thread; the driver serialises.
+unsafe impl Send for Stream {}
+// SAFETY: as above.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    /// Makes a stream that does not wait for the legacy default stream.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn create(context: &Arc<Context>) -> Result<Self, CudaError> {
+        let _entered = context.enter()?;
+        let mut raw = ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: raw is a place for a handle; Drop destroys what is made.
+        unsafe { call!(cuStreamCreate(&raw mut raw, flags)) }?;
+        Ok(Self {
+            context: Arc::clone(context),
+            raw,
+        })
+    }
+
+    /// The handle.
+    pub fn raw(&self) -> sys::CUstream {
+        self.raw
+    }
+
+    /// Its context.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// Blocks until everything enqueued is done.
+    ///
+    /// # Errors
+    /// [`CudaError`], of earlier work too.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the stream is alive as long as self.
+        unsafe { call!(cuStreamSynchronize(self.raw)) }
+    }
+
+    /// Whether everything enqueued is done.
+    ///
+    /// # Errors
+    /// [`CudaError`], of earlier work too.
+    pub fn is_idle(&self) -> Result<bool, CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the stream is alive as long as self.
+        is_ready(unsafe { call!(cuStreamQuery(self.raw)) })
+    }
+
+    /// Enqueues a fill of `len_bytes` at `start` with a byte.
+    ///
+    /// # Safety
+    /// The range is device memory of this context that nothing else uses until the stream has done it.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn fill(&self, start: DevicePtr, byte: u8, len_bytes: u64) -> Result<(), CudaError> {
+        if len_bytes == 0 {
+            return Ok(());
+        }
+        let _entered = self.context.enter()?;
+        // SAFETY: the caller's.
+        unsafe {
+            call!(cuMemsetD8Async(
+                start,
+                byte,
+                usize::try_from(len_bytes).unwrap_or(usize::MAX),
+                self.raw
+            ))
+        }
+    }
+
+    /// Enqueues a copy from host memory. From pageable memory, as slices are, the driver has taken the bytes
+    /// when this returns.
+    ///
+    /// # Safety
+    /// `len` bytes at `to` are device memory of this context that nothing else uses until the stream has
+    /// done it.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn upload(&self, to: DevicePtr, from: &[u8]) -> Result<(), CudaError> {
+        if from.is_empty() {
+            return Ok(());
+        }
+        let _entered = self.context.enter()?;
+        // SAFETY: the slice is live for the call; the rest is the caller's.
+        unsafe {
+            call!(cuMemcpyHtoDAsync_v2(
+                to,
+                from.as_ptr().cast(),
+                from.len(),
+                self.raw
+            ))
+        }
+    }
+
+    /// Copies to host memory behind everything enqueued, and blocks until it is done.
+    ///
+    /// # Safety
+    /// `len` bytes at `from` are device memory of this context.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn download(&self, from: DevicePtr, to: &mut [u8]) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        if !to.is_empty() {
+            // SAFETY: the slice is live until the synchronisation below; the rest is the caller's.
+            unsafe {
+                call!(cuMemcpyDtoHAsync_v2(
+                    to.as_mut_ptr().cast(),
+                    from,
+                    to.len(),
+                    self.raw
+                ))?;
+            }
+        }
+        // SAFETY: the stream is alive as long as self.
+        unsafe { call!(cuStreamSynchronize(self.raw)) }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        let Ok(_entered) = self.context.enter() else {
+            return;
+        };
+        // SAFETY: made by this value and destroyed once; what is enqueued still runs.
+        let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
+    }
+}
+
+/// "Not ready" is an answer, not an error.
+fn is_ready(result: Result<(), CudaError>) -> Result<bool, CudaError> {
+    match result {
+        Ok(()) => Ok(true),
+        Err(error) if error.code == sys::CUresult::CUDA_ERROR_NOT_READY as u32 => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// An event without timing, of this process or opened from another.
+#[derive(Debug)]
+pub struct Event {
+    context: Arc<Context>,
+    raw: sys::CUevent,
+}
+
+// SAFETY: events may be used from any thread; the driver serialises.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    fn with_flags(
+        context: &Arc<Context>,
+        flags: sys::CUevent_flags_enum,
+    ) -> Result<Self, CudaError> {
+        let _entered = context.enter()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: raw is a place for a handle; Drop destroys what is made.
+        unsafe {
+            call!(cuEventCreate(
+                &raw mut raw,
+                sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32 | flags as u32
+            ))
+        }?;
+        Ok(Self {
+            context: Arc::clone(context),
+            raw,
+        })
+    }
+
+    /// An event for this process.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn create(context: &Arc<Context>) -> Result<Self, CudaError> {
+        Self::with_flags(context, sys::CUevent_flags_enum::CU_EVENT_DEFAULT)
+    }
+
+    /// An event that other processes can open, and its handle. They must share /dev/shm with this one.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn create_shared(
+        context: &Arc<Context>,
+    ) -> Result<(Self, [u8; IPC_HANDLE_LEN]), CudaError> {
+        let event = Self::with_flags(context, sys::CUevent_flags_enum::CU_EVENT_INTERPROCESS)?;
+        let _entered = context.enter()?;
+        let mut handle = sys::CUipcEventHandle { reserved: [0; 64] };
+        // SAFETY: handle is a place for one; the event is alive.
+        unsafe { call!(cuIpcGetEventHandle(&raw mut handle, event.raw)) }?;
+        Ok((event, handle.reserved.map(|byte| byte as u8)))
+    }
+
+    /// Opens another process's event.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn open(context: &Arc<Context>, handle: [u8; IPC_HANDLE_LEN]) -> Result<Self, CudaError> {
+        let _entered = context.enter()?;
+        let handle = sys::CUipcEventHandle {
+            reserved: handle.map(|byte| byte as _),
+        };
+        let mut raw = ptr::null_mut();
+        // SAFETY: raw is a place for a handle; the 64 bytes are checked by the driver.
+        unsafe { call!(cuIpcOpenEventHandle(&raw mut raw, handle)) }?;
+        Ok(Self {
+            context: Arc::clone(context),
+            raw,
+        })
+    }
+
+    /// Records it behind what the stream holds now.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of this event's context, or null for its legacy default stream.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn record_on(&self, stream: *mut c_void) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the caller's; the event is alive as long as self.
+        unsafe { call!(cuEventRecord(self.raw, stream.cast())) }
+    }
+
+    /// Makes the stream wait, on the GPU, for the last record of this event.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of this event's context, or null for its legacy default stream.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn wait_on(&self, stream: *mut c_void) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the caller's; the event is alive as long as self.
+        unsafe { call!(cuStreamWaitEvent(stream.cast(), self.raw, 0)) }
+    }
+
+    /// Whether its last record is done; so is an event that was never recorded.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn is_done(&self) -> Result<bool, CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the event is alive as long as self.
+        is_ready(unsafe { call!(cuEventQuery(self.raw)) })
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let Ok(_entered) = self.context.enter() else {
+            return;
+        };
+        // SAFETY: made or opened by this value and destroyed once; pending waits are not disturbed.
+        let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
+    }
+}
+
+/// Whether a stream is being captured into a graph.
+///
+/// # Safety
+/// `stream` is a live stream of `context`, or null for its legacy default stream.
+///
+/// # Errors
+/// [`CudaError`].
+pub unsafe fn is_capturing(context: &Context, stream: *mut c_void) -> Result<bool, CudaError> {
+    let _entered = context.enter()?;
+    let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: status is a place for one; the stream is the caller's.
+    unsafe { call!(cuStreamIsCapturing(stream.cast(), &raw mut status)) }?;
+    Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uuids_are_written_as_nvidia_smi_does() {
+        let bytes = [
+            0x0f, 0x1e, 0x2d, 0x3c, 0x4b, 0x5a, 0x69, 0x78, 0x87, 0x96, 0xa5, 0xb4, 0xc3, 0xd2,
+            0xe1, 0xf0,
+        ];
+        assert_eq!(uuid_text(bytes), "GPU-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0");
+    }
+
+    #[test]
+    fn a_machine_without_cuda_says_so() {
+        match Driver::get() {
+            Ok(driver) => assert!(driver.version().is_ok()),
+            Err(unavailable) => assert!(!unavailable.to_string().is_empty()),
+        }
+    }
+}

@@ -1,0 +1,434 @@
+//! The CUDA kernels: their image or source, their names, and what is passed to them.
+//!
+//! Owns the mirror of kernels/cuda/abi.h: field by field the same, sizes and offsets asserted on both sides,
+//! and the signature computed the same way (a test compares with the C++ of the header). The executor fills
+//! these and launches. Refuses to call CUDA.
+
+use crate::{Algorithm, Dtype, Op, WorldSize};
+use std::mem::{offset_of, size_of};
+
+/// The fatbin that nvcc made at build time; none if there was no nvcc.
+pub fn fatbin() -> Option<&'static [u8]> {
+    const IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/all_reduce.fatbin"));
+    (!IMAGE.is_empty()).then_some(IMAGE)
+}
+
+macro_rules! source {
+    ($name:literal) => {
+        (
+            $name,
+            include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/cuda/", $name)),
+        )
+    };
+}
+
+/// The source for a run-time compiler: the file to compile.
+pub const MAIN_SOURCE: (&str, &str) = source!("all_reduce.cu");
+
+/// Its headers, by the names it includes them with. They include nothing else.
+pub const HEADERS: [(&str, &str); 6] = [
+    source!("abi.h"),
+    source!("mem.cuh"),
+    source!("num.cuh"),
+    source!("protocol.cuh"),
+    source!("one_shot.cuh"),
+    source!("two_shot.cuh"),
+];
+
+/// Version of this layout, in each control block.
+pub const KERNEL_ABI_VERSION: u32 = 1;
+/// Most blocks of one rank.
+pub const MAX_BLOCKS: u32 = 128;
+/// Bytes of a pack, the kernels' unit.
+pub const PACK_BYTES: u64 = 16;
+/// Bytes at the start of a window that hold flags; zero when an epoch begins.
+pub const SIGNAL_BYTES: u64 = 32 * 1024;
+/// Threads of a block beyond those that move data.
+pub const SERVICE_THREADS: u32 = 32;
+/// Source readable by every peer: pulled in place instead of staged.
+pub const CALL_DIRECT: u32 = 1;
+/// Most packs of one launch.
+pub const MAX_PACKS: u64 = 0x7fff_ffff;
+
+const MAX_RANKS: usize = crate::MAX_WORLD_SIZE as usize;
+
+/// The kernel's name for an algorithm; none for those of the host.
+pub const fn algorithm_name(algorithm: Algorithm) -> Option<&'static str> {
+    match algorithm {
+        Algorithm::OneShot | Algorithm::OneShotChunked => None,
+        Algorithm::OneShotPush
+        | Algorithm::OneShotPull
+        | Algorithm::OneShotPullInband
+        | Algorithm::TwoShotPush
+        | Algorithm::TwoShotPull
+        | Algorithm::TwoShotPullInband => Some(algorithm.name()),
+    }
+}
+
+/// Which instances of the kernels serve a world size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Instance {
+    /// Exactly 2 ranks.
+    N2,
+    /// Exactly 4.
+    N4,
+    /// Exactly 8.
+    N8,
+    /// Up to 4.
+    W4,
+    /// Up to 8.
+    W8,
+    /// Up to 16.
+    W16,
+}
+
+impl Instance {
+    /// The one to use for `world_size` ranks.
+    pub const fn of(world_size: WorldSize) -> Self {
+        match world_size.get() {
+            2 => Instance::N2,
+            4 => Instance::N4,
+            8 => Instance::N8,
+            0..=3 => Instance::W4,
+            5..=7 => Instance::W8,
+            _ => Instance::W16,
+        }
+    }
+
+    /// As in the kernels' names, and in the compiler's `AR_ONLY_WORLD`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Instance::N2 => "n2",
+            Instance::N4 => "n4",
+            Instance::N8 => "n8",
+            Instance::W4 => "w4",
+            Instance::W8 => "w8",
+            Instance::W16 => "w16",
+        }
+    }
+
+    /// Most data threads of a block; a multiple of 32.
+    pub const fn max_data_threads(self) -> u32 {
+        match self {
+            Instance::N2 | Instance::N4 | Instance::W4 => 480,
+            Instance::N8 | Instance::W8 => 352,
+            Instance::W16 => 160,
+        }
+    }
+}
+
+/// The code of an element type that the kernels have; `None` for the others.
+pub const fn dtype_name(dtype: Dtype) -> Option<&'static str> {
+    match dtype {
+        Dtype::F32 | Dtype::F16 | Dtype::Bf16 => Some(dtype.name()),
+        Dtype::F64 | Dtype::I32 | Dtype::I64 => None,
+    }
+}
+
+/// The code of an operator that the kernels have; `None` for the others.
+pub const fn op_code(op: Op) -> Option<u32> {
+    match op {
+        Op::Sum => Some(0),
+        Op::Avg => Some(1),
+        Op::Min => Some(2),
+        Op::Max => Some(3),
+        Op::Prod => None,
+    }
+}
+
+/// `Call` of abi.h: one rank's part of a launch.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Call {
+    control: u64,
+    src: u64,
+    dst: u64,
+    num_elems: u64,
+    op: u32,
+    flags: u32,
+    signature: u32,
+    num_packs: u32,
+    src_whole_packs: u32,
+    dst_whole_packs: u32,
+}
+
+const _: () = {
+    assert!(size_of::<Call>() == 56);
+    assert!(offset_of!(Call, op) == 32);
+    assert!(offset_of!(Call, src_whole_packs) == 48);
+};
+
+/// What [`Call::new`] takes.
+#[derive(Debug, Clone, Copy)]
+pub struct CallParts {
+    /// Device address of the rank's [`ControlBlock`].
+    pub control: u64,
+    /// Address of `num_elems` elements, element-aligned.
+    pub src: u64,
+    /// Likewise; equal to `src` or apart from it.
+    pub dst: u64,
+    /// At most [`MAX_PACKS`] packs.
+    pub num_elems: u64,
+    /// Bytes of an element.
+    pub elem_bytes: u32,
+    /// From [`op_code`].
+    pub op: u32,
+    /// `CALL_*`.
+    pub flags: u32,
+    /// Blocks of a rank.
+    pub blocks: u32,
+    /// Data threads of a block.
+    pub data_threads: u32,
+}
+
+impl Call {
+    /// `make_call` of abi.h.
+    pub const fn new(parts: CallParts) -> Self {
+        let CallParts {
+            control,
+            src,
+            dst,
+            num_elems,
+            elem_bytes,
+            op,
+            flags,
+            blocks,
+            data_threads,
+        } = parts;
+        let pack = PACK_BYTES / elem_bytes as u64;
+        Self {
+            control,
+            src,
+            dst,
+            num_elems,
+            op,
+            flags,
+            signature: call_signature(op, flags, num_elems, blocks, data_threads),
+            num_packs: num_elems.div_ceil(pack) as u32,
+            src_whole_packs: whole(src, num_elems, pack),
+            dst_whole_packs: whole(dst, num_elems, pack),
+        }
+    }
+}
+
+const fn whole(address: u64, num_elems: u64, pack: u64) -> u32 {
+    if address.is_multiple_of(PACK_BYTES) {
+        (num_elems / pack) as u32
+    } else {
+        0
+    }
+}
+
+const fn signature_mix(hash: u32, value: u32) -> u32 {
+    let mixed = (hash ^ value).wrapping_mul(0x9e37_79b1);
+    mixed ^ (mixed >> 15)
+}
+
+const fn call_signature(
+    op: u32,
+    flags: u32,
+    num_elems: u64,
+    blocks: u32,
+    data_threads: u32,
+) -> u32 {
+    let hash = signature_mix(0x811c_9dc5, op | (flags & CALL_DIRECT) << 8);
+    let hash = signature_mix(hash, num_elems as u32);
+    let hash = signature_mix(hash, (num_elems >> 32) as u32);
+    signature_mix(hash, blocks | data_threads << 16)
+}
+
+/// `Launch` of abi.h: the kernels' only parameter. blockIdx.y selects the call.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct Launch {
+    /// By place in the launch: the ranks that share the GPU.
+    pub calls: [Call; MAX_RANKS],
+}
+
+const _: () = assert!(size_of::<Launch>() == 896);
+
+/// `Control` of abi.h without the part that the device owns, which is zero when an epoch begins.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct ControlBlock {
+    /// [`KERNEL_ABI_VERSION`].
+    pub abi_version: u32,
+    /// Number of ranks.
+    pub world_size: u32,
+    /// This rank.
+    pub rank: u32,
+    /// The epoch; its lower 24 bits are in abort words.
+    pub epoch: u32,
+    /// Longest wait of one launch.
+    pub timeout_ns: u64,
+    /// Device address of the rank's status word in host memory.
+    pub status: u64,
+    /// Regions of every rank's window: offsets from its start, multiples of 16.
+    pub push_offset: u64,
+    /// Multiple of 32.
+    pub push_slot_bytes: u64,
+    /// Offset.
+    pub inband_offset: u64,
+    /// Multiple of 32.
+    pub inband_part_bytes: u64,
+    /// Offset.
+    pub staging_offset: u64,
+    /// Multiple of 32.
+    pub staging_part_bytes: u64,
+    failed: u32,
+    reserved: [u32; 11],
+    /// By rank: where its window starts, in this process.
+    pub window: [u64; MAX_RANKS],
+    /// By rank: where its arena starts; direct sources are relative to it.
+    pub arena: [u64; MAX_RANKS],
+}
+
+/// Length of a control block in device memory, the device's part included.
+pub const CONTROL_BLOCK_BYTES: u64 = 2560;
+
+const _: () = {
+    assert!(size_of::<ControlBlock>() == 384);
+    assert!(offset_of!(ControlBlock, timeout_ns) == 16);
+    assert!(offset_of!(ControlBlock, push_offset) == 32);
+    assert!(offset_of!(ControlBlock, failed) == 80);
+    assert!(offset_of!(ControlBlock, window) == 128);
+    assert!(offset_of!(ControlBlock, arena) == 256);
+};
+
+/// The regions of a window, by the capacities that are configured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Regions {
+    /// Number of ranks.
+    pub world_size: u32,
+    /// Bytes of one peer's push slot; a multiple of 32.
+    pub push_slot_bytes: u64,
+    /// Bytes of one in-band part; a multiple of 32.
+    pub inband_part_bytes: u64,
+    /// Bytes of one staging part; a multiple of 32.
+    pub staging_part_bytes: u64,
+}
+
+impl Regions {
+    /// Offset of the push region: 2 parities of a slot for each rank, all ones when an epoch begins.
+    pub const fn push_offset(&self) -> u64 {
+        SIGNAL_BYTES
+    }
+
+    /// Offset of the in-band region: 4 turns of 2 parts, all ones when an epoch begins.
+    pub const fn inband_offset(&self) -> u64 {
+        self.push_offset() + 2 * self.world_size as u64 * self.push_slot_bytes
+    }
+
+    /// Offset of the staging region: 2 parities of 2 parts.
+    pub const fn staging_offset(&self) -> u64 {
+        self.inband_offset() + 8 * self.inband_part_bytes
+    }
+
+    /// Length of the window.
+    pub const fn len_bytes(&self) -> u64 {
+        self.staging_offset() + 4 * self.staging_part_bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use std::process::Command;
+
+    /// What abi.h says, by a C++ compiler.
+    const PROGRAM: &str = r#"
+#include "abi.h"
+#include <cstdio>
+#include <initializer_list>
+using namespace allreduced;
+int main() {
+    printf("%u %u %llu %zu\n", ABI_VERSION, MAX_BLOCKS, SIGNAL_BYTES, sizeof(Control));
+    const u64 counts[] = {0, 1, 7, 21504, 5000000000ull};
+    for (u64 n : counts)
+        for (u32 e : {2u, 4u}) {
+            const Call c = make_call(16, 4096 + e, 8192, n, e, 3, CALL_DIRECT, 12, 224);
+            printf("%u %u %u %u\n", c.signature, c.num_packs, c.src_whole_packs, c.dst_whole_packs);
+        }
+    printf("%llu\n", abort_word(REASON_SEQUENCE, 9, 0x1234567u, 77));
+}
+"#;
+
+    #[test]
+    fn the_mirror_is_the_header() {
+        let dir = std::env::temp_dir().join(format!("allreduced-abi-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        std::fs::write(dir.join("abi.cpp"), PROGRAM).unwrap();
+        let built = Command::new("g++")
+            .args(["-std=c++17", "-I"])
+            .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/cuda"))
+            .arg(dir.join("abi.cpp"))
+            .arg("-o")
+            .arg(dir.join("abi"))
+            .status();
+        let Ok(built) = built else {
+            println!("skipped: no g++");
+            return;
+        };
+        assert!(built.success());
+        let output = Command::new(dir.join("abi")).output().unwrap();
+        std::fs::remove_dir_all(&dir).unwrap();
+        let mut expected =
+            format!("{KERNEL_ABI_VERSION} {MAX_BLOCKS} {SIGNAL_BYTES} {CONTROL_BLOCK_BYTES}\n");
+        for num_elems in [0, 1, 7, 21504, 5_000_000_000] {
+            for elem_bytes in [2, 4] {
+                let call = Call::new(CallParts {
+                    control: 16,
+                    src: 4096 + u64::from(elem_bytes),
+                    dst: 8192,
+                    num_elems,
+                    elem_bytes,
+                    op: 3,
+                    flags: CALL_DIRECT,
+                    blocks: 12,
+                    data_threads: 224,
+                });
+                expected += &format!(
+                    "{} {} {} {}\n",
+                    call.signature, call.num_packs, call.src_whole_packs, call.dst_whole_packs
+                );
+            }
+        }
+        let abort = crate::window::Abort {
+            reason: crate::window::AbortReason::Sequence,
+            rank: 9,
+            epoch: 0x0123_4567,
+            sequence: 77,
+        };
+        expected += &format!("{}\n", abort.to_word());
+        assert_eq!(String::from_utf8(output.stdout).unwrap(), expected);
+    }
+
+    #[test]
+    fn every_header_that_is_included_is_embedded() {
+        let sources = HEADERS.iter().chain([&MAIN_SOURCE]);
+        for (name, text) in sources {
+            for line in text.lines().filter(|line| line.starts_with("#include \"")) {
+                let included = line.split('"').nth(1).unwrap();
+                // The other implementation of the memory operations, for a CPU.
+                if included.starts_with("sim/") {
+                    continue;
+                }
+                let known = HEADERS.iter().any(|(header, _)| *header == included);
+                assert!(known, "{name}: {included}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_world_size_has_an_instance() {
+        let names: Vec<&str> = (1..=16)
+            .map(|ranks| Instance::of(WorldSize::new(ranks).unwrap()).name())
+            .collect();
+        let expected = [
+            "w4", "n2", "w4", "n4", "w8", "w8", "w8", "n8", "w16", "w16", "w16", "w16", "w16",
+            "w16", "w16", "w16",
+        ];
+        assert_eq!(names, expected);
+    }
+}

@@ -275,8 +275,10 @@ pub struct ControlBlock {
     pub staging_offset: u64,
     /// Multiple of 32.
     pub staging_part_bytes: u64,
-    failed: u32,
-    reserved: [u32; 11],
+    /// The device's; 0 here.
+    pub failed: u32,
+    /// 0.
+    pub reserved: [u32; 11],
     /// By rank: where its window starts, in this process.
     pub window: [u64; MAX_RANKS],
     /// By rank: where its arena starts; direct sources are relative to it.

@@ -445,7 +445,10 @@ async fn missing_and_unknown_fields_are_named() {
     let words = ["avg", "i32"];
     both_refused(&mut ranks, average, invalid, ErrorCode::Refused, &words).await;
     let unsignalled = |request: &mut AllReduceRequest| {
-        request.event = Some(Event { ready_value: 5 });
+        request.event = Some(Event {
+            ready_value: 5,
+            ..Event::default()
+        });
     };
     both_refused(
         &mut ranks,
@@ -533,6 +536,7 @@ async fn unknown_sessions_are_not_found() {
                     memory_handle: 1,
                     offset_bytes: 0,
                     len_bytes: 1,
+                    cuda: None,
                 })
                 .await
                 .unwrap_err(),
@@ -763,6 +767,7 @@ async fn registering_checks_handle_range_and_alignment() {
         memory_handle,
         offset_bytes,
         len_bytes,
+        cuda: None,
     };
     for (request, code, kind, word) in [
         (

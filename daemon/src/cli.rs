@@ -3,7 +3,7 @@
 //! Owns the arguments and the exit codes. Each subcommand is a module of its own; this one parses,
 //! dispatches and turns errors into words on standard error.
 
-use crate::backend::host::Fault;
+use crate::backend::Fault;
 use crate::config::{Config, ConfigError, ENV_CONFIG, ENV_SOCKET, Flags};
 use crate::supervisor::Private;
 use crate::{bench, demo, executor, log, status, supervisor};

@@ -34,6 +34,8 @@ pub struct Config {
     pub communicator: CommunicatorConfig,
     /// The host backend.
     pub host: Host,
+    /// The CUDA backend.
+    pub cuda: CudaConfig,
     /// How the daemon ends.
     pub shutdown: Shutdown,
 }
@@ -148,6 +150,46 @@ impl Default for Host {
             arena_len_bytes: 64 << 20,
             max_arena_len_bytes: 16 << 30,
             reduce_threads: 0,
+        }
+    }
+}
+
+/// Section `[cuda]`. A rank's window takes 32 KiB, 2 x world_size push slots, 8 in-band parts, 4 staging parts
+/// and its arena of GPU memory; tensors longer than a slot or part are reduced piece by piece.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CudaConfig {
+    /// Arena of a rank that names no length, in GPU memory.
+    pub arena_len_bytes: u64,
+    /// Longest arena a rank may ask for.
+    pub max_arena_len_bytes: u64,
+    /// Bytes of a push slot; a multiple of 32.
+    pub push_slot_bytes: u64,
+    /// Bytes of an in-band part; a multiple of 32.
+    pub inband_part_bytes: u64,
+    /// Bytes of a staging part; a multiple of 32.
+    pub staging_part_bytes: u64,
+    /// Directory of libnvrtc, for a build without kernels; empty looks in CUDA_HOME, /usr/local/cuda and the
+    /// loader's path.
+    pub nvrtc_dir: PathBuf,
+    /// Where kernels compiled at run time are kept; empty takes /var/cache/allreduced for root, else
+    /// allreduced in XDG_CACHE_HOME or ~/.cache.
+    pub kernel_cache_dir: PathBuf,
+    /// How long opening a device, compiling, allocating or testing may take before the executor is given up.
+    pub setup_timeout_ms: u32,
+}
+
+impl Default for CudaConfig {
+    fn default() -> Self {
+        Self {
+            arena_len_bytes: 64 << 20,
+            max_arena_len_bytes: 16 << 30,
+            push_slot_bytes: 256 << 10,
+            inband_part_bytes: 1 << 20,
+            staging_part_bytes: 4 << 20,
+            nvrtc_dir: PathBuf::new(),
+            kernel_cache_dir: PathBuf::new(),
+            setup_timeout_ms: 120_000,
         }
     }
 }
@@ -363,6 +405,7 @@ impl Config {
             ("communicator.max_in_flight", max_in_flight),
             ("communicator.max_buffers", max_buffers),
             ("communicator.idle_timeout_ms", idle_timeout_ms),
+            ("cuda.setup_timeout_ms", self.cuda.setup_timeout_ms),
             ("shutdown.drain_timeout_ms", self.shutdown.drain_timeout_ms),
         ] {
             if value == 0 {
@@ -387,6 +430,30 @@ impl Config {
                     self.host.arena_len_bytes, self.host.max_arena_len_bytes
                 ),
             );
+        }
+        if self.cuda.arena_len_bytes == 0
+            || self.cuda.arena_len_bytes > self.cuda.max_arena_len_bytes
+        {
+            refuse(
+                "cuda.arena_len_bytes",
+                format!(
+                    "{} is not in 1..={} (cuda.max_arena_len_bytes)",
+                    self.cuda.arena_len_bytes, self.cuda.max_arena_len_bytes
+                ),
+            );
+        }
+        for (key, bytes) in [
+            ("cuda.push_slot_bytes", self.cuda.push_slot_bytes),
+            ("cuda.inband_part_bytes", self.cuda.inband_part_bytes),
+            ("cuda.staging_part_bytes", self.cuda.staging_part_bytes),
+        ] {
+            // The least a world of 16 ranks can work with, and the most that makes sense.
+            if !(1024..=1 << 30).contains(&bytes) || !bytes.is_multiple_of(32) {
+                refuse(
+                    key,
+                    format!("{bytes} is not a multiple of 32 in 1024..=1073741824"),
+                );
+            }
         }
         if self.host.reduce_threads > 256 {
             refuse(

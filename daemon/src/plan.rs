@@ -6,6 +6,7 @@
 //! the communicator (each reduction) and the executor (the lane, at join). Refuses to look at a
 //! machine: what it needs to know comes in [`PlanRequest`].
 
+use allreduce_contract::kernel::{self, Instance, MAX_BLOCKS, MAX_PACKS, PACK_BYTES};
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, WorldSize};
 
 /// What is to be reduced, and with what.
@@ -23,8 +24,32 @@ pub(crate) struct PlanRequest {
     pub dtype: Dtype,
     /// Operator.
     pub op: Op,
+    /// The algorithm that the ranks ask for, if they do.
+    pub algorithm: Option<Algorithm>,
+    /// Whether any rank's destination is its source.
+    pub in_place: bool,
     /// Threads that may share one reduction, at least 1.
     pub max_threads: usize,
+    /// What the GPUs can take; known once they were tested.
+    pub gpus: Option<GpuLimits>,
+}
+
+/// What the GPUs of a communicator can take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct GpuLimits {
+    /// Number of GPUs that the ranks are on.
+    pub gpus: u32,
+    /// Most ranks on one GPU.
+    pub ranks_per_gpu: u32,
+    /// Blocks of the largest size that one GPU holds at once, on the one that holds fewest. Blocks wait for
+    /// each other, so a launch must never have more.
+    pub resident_blocks: u32,
+    /// Bytes of a push slot.
+    pub push_slot_bytes: u64,
+    /// Bytes of an in-band part.
+    pub inband_part_bytes: u64,
+    /// Bytes of a staging part.
+    pub staging_part_bytes: u64,
 }
 
 /// How it is reduced.
@@ -32,8 +57,27 @@ pub(crate) struct PlanRequest {
 pub(crate) struct Plan {
     /// The algorithm.
     pub algorithm: Algorithm,
-    /// Threads that share the work; 1 runs on the thread that owns the communicator.
-    pub threads: usize,
+    /// Who does it.
+    pub shape: Shape,
+}
+
+/// How the work is shared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Shape {
+    /// Threads of the executor; 1 is the one that owns the communicator.
+    Host {
+        /// How many.
+        threads: usize,
+    },
+    /// Blocks of a kernel.
+    Cuda {
+        /// Blocks of each rank.
+        blocks: u32,
+        /// Threads of a block that move data.
+        data_threads: u32,
+        /// Elements that one launch takes at most, a multiple of a pack's; a longer tensor takes several.
+        launch_elems: u64,
+    },
 }
 
 /// Why it is not reduced.
@@ -50,6 +94,37 @@ pub(crate) enum Refusal {
         /// Their type.
         dtype: Dtype,
     },
+    /// The GPU kernels do not have it.
+    #[error(
+        "backend cuda reduces f32, f16 and bf16 by sum, avg, min and max: for {dtype} {op} use backend host"
+    )]
+    NoKernel {
+        /// The type asked for.
+        dtype: Dtype,
+        /// The operator asked for.
+        op: Op,
+    },
+    /// The backend does not have the algorithm that was asked for.
+    #[error("algorithm {algorithm} is one of backend {}, the communicator has backend {backend}", algorithm.backend())]
+    NoSuchAlgorithm {
+        /// The algorithm asked for.
+        algorithm: Algorithm,
+        /// The backend in use.
+        backend: Backend,
+    },
+    /// One block for each rank is already too much.
+    #[error(
+        "the GPU holds {resident_blocks} blocks at once, and {ranks} ranks share it: use fewer ranks on a GPU"
+    )]
+    TooFewBlocks {
+        /// Blocks it holds.
+        resident_blocks: u32,
+        /// Ranks on it.
+        ranks: u32,
+    },
+    /// Nothing is known of the GPUs yet.
+    #[error("the GPUs of the communicator have not been tested yet")]
+    NotTested,
     /// The backend has no such lane.
     #[error("lane {lane} is not available on backend {backend}; available: {available}")]
     NoSuchLane {
@@ -60,9 +135,14 @@ pub(crate) enum Refusal {
         /// The lanes there are.
         available: &'static str,
     },
-    /// This daemon has no such backend.
-    #[error("backend {0} is not available in this daemon; available: host")]
-    NoSuchBackend(Backend),
+    /// This machine has no such backend.
+    #[error("backend {backend} is not available here: {reason}; available: host")]
+    NoSuchBackend {
+        /// The backend asked for.
+        backend: Backend,
+        /// Why not.
+        reason: &'static str,
+    },
 }
 
 /// Bytes read (all ranks' tensors) up to which a reduction runs on the communicator's own thread. There
@@ -81,41 +161,168 @@ pub(crate) fn plan(request: PlanRequest) -> Result<Plan, Refusal> {
     let PlanRequest {
         backend,
         lane,
-        world_size,
         num_elems,
         dtype,
         op,
-        max_threads,
+        algorithm,
+        ..
     } = request;
     check_lane(backend, lane)?;
     check_op(dtype, op)?;
-    let bytes_read = num_elems
+    let len_bytes = num_elems
         .checked_mul(dtype.size_bytes() as u64)
-        .ok_or(Refusal::TooLarge { num_elems, dtype })?
-        .saturating_mul(u64::from(world_size.get()));
-    if bytes_read <= INLINE_MAX_BYTES {
-        return Ok(Plan {
-            algorithm: Algorithm::OneShot,
-            threads: 1,
+        .ok_or(Refusal::TooLarge { num_elems, dtype })?;
+    if let Some(algorithm) = algorithm.filter(|algorithm| algorithm.backend() != backend) {
+        return Err(Refusal::NoSuchAlgorithm { algorithm, backend });
+    }
+    match backend {
+        Backend::Host => Ok(plan_host(&request, len_bytes)),
+        Backend::Cuda => plan_cuda(&request, len_bytes),
+    }
+}
+
+fn plan_host(request: &PlanRequest, len_bytes: u64) -> Plan {
+    let bytes_read = len_bytes.saturating_mul(u64::from(request.world_size.get()));
+    let algorithm = request.algorithm.unwrap_or({
+        if bytes_read <= INLINE_MAX_BYTES {
+            Algorithm::OneShot
+        } else {
+            Algorithm::OneShotChunked
+        }
+    });
+    let worth = usize::try_from(bytes_read / BYTES_PER_THREAD).unwrap_or(usize::MAX);
+    let threads = match algorithm {
+        Algorithm::OneShotChunked => worth.clamp(1, request.max_threads.max(1)),
+        // Those of the other backend were refused.
+        Algorithm::OneShot
+        | Algorithm::OneShotPush
+        | Algorithm::OneShotPull
+        | Algorithm::OneShotPullInband
+        | Algorithm::TwoShotPush
+        | Algorithm::TwoShotPull
+        | Algorithm::TwoShotPullInband => 1,
+    };
+    Plan {
+        algorithm,
+        shape: Shape::Host { threads },
+    }
+}
+
+fn plan_cuda(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
+    let PlanRequest {
+        world_size,
+        dtype,
+        op,
+        in_place,
+        ..
+    } = *request;
+    if kernel::dtype_name(dtype).is_none() || kernel::op_code(op).is_none() {
+        return Err(Refusal::NoKernel { dtype, op });
+    }
+    let limits = request.gpus.ok_or(Refusal::NotTested)?;
+    let ranks = limits.ranks_per_gpu.max(1);
+    let most_blocks = (limits.resident_blocks / ranks).min(MAX_BLOCKS);
+    if most_blocks == 0 {
+        return Err(Refusal::TooFewBlocks {
+            resident_blocks: limits.resident_blocks,
+            ranks,
         });
     }
-    let worth = usize::try_from(bytes_read / BYTES_PER_THREAD).unwrap_or(usize::MAX);
+    let algorithm = request
+        .algorithm
+        .unwrap_or_else(|| cuda_algorithm(world_size, limits.gpus, len_bytes));
+    // Where a launch keeps what peers read or write (abi.h, "Largest tensor"). Sources are direct: the
+    // executor has mapped every rank's memory.
+    let ranks_u64 = u64::from(world_size.get());
+    let launch_bytes = match algorithm {
+        Algorithm::OneShotPush => limits.push_slot_bytes,
+        Algorithm::TwoShotPush => limits.push_slot_bytes / 2 * ranks_u64,
+        Algorithm::OneShotPullInband => limits.inband_part_bytes,
+        Algorithm::TwoShotPullInband => limits.inband_part_bytes * ranks_u64,
+        Algorithm::OneShotPull if in_place => limits.staging_part_bytes,
+        Algorithm::TwoShotPull if in_place => limits.staging_part_bytes,
+        Algorithm::TwoShotPull => limits.staging_part_bytes * ranks_u64,
+        // Host algorithms were refused.
+        Algorithm::OneShotPull | Algorithm::OneShot | Algorithm::OneShotChunked => u64::MAX,
+    };
+    let launch_packs =
+        (launch_bytes / PACK_BYTES).clamp(ranks_u64, MAX_PACKS) / ranks_u64 * ranks_u64;
+    let pack_elems = PACK_BYTES / dtype.size_bytes() as u64;
+    let packs = len_bytes.div_ceil(PACK_BYTES).min(launch_packs);
+    let (blocks, data_threads) = cuda_shape(Instance::of(world_size), most_blocks, packs);
     Ok(Plan {
-        algorithm: Algorithm::OneShotChunked,
-        threads: worth.clamp(1, max_threads.max(1)),
+        algorithm,
+        shape: Shape::Cuda {
+            blocks,
+            data_threads,
+            launch_elems: launch_packs * pack_elems,
+        },
     })
+}
+
+/// The algorithm for a size, until a cost model and a topology decide. One GPU (virtual ranks): as measured
+/// on an H200 (docs/benchmarks.md, "kernels"). Several: writes to peers, which PCIe posts and NVLink takes as
+/// well.
+fn cuda_algorithm(world_size: WorldSize, gpus: u32, len_bytes: u64) -> Algorithm {
+    const KIB: u64 = 1 << 10;
+    const MIB: u64 = 1 << 20;
+    let two_shot_from = match world_size.get() {
+        0..=2 => u64::MAX,
+        3..=4 => 512 * KIB,
+        _ => 96 * KIB,
+    };
+    if gpus > 1 {
+        return if world_size.get() <= 2 || len_bytes <= 16 * KIB {
+            Algorithm::OneShotPush
+        } else {
+            Algorithm::TwoShotPush
+        };
+    }
+    if len_bytes <= 2 * KIB {
+        Algorithm::OneShotPush
+    } else if len_bytes < two_shot_from {
+        if len_bytes <= MIB {
+            Algorithm::OneShotPullInband
+        } else {
+            Algorithm::OneShotPull
+        }
+    } else if len_bytes <= 4 * MIB {
+        Algorithm::TwoShotPullInband
+    } else {
+        Algorithm::TwoShotPull
+    }
+}
+
+/// Blocks and data threads for `packs` packs: a pack for each thread as long as the blocks suffice, in
+/// blocks of 7 warps (measured best from 43 KB to 128 KB), then the largest blocks.
+fn cuda_shape(instance: Instance, most_blocks: u32, packs: u64) -> (u32, u32) {
+    const WARP: u64 = 32;
+    let most_threads = u64::from(instance.max_data_threads());
+    let most = u64::from(most_blocks);
+    let medium = most_threads.min(224);
+    let (blocks, threads) = if packs <= medium {
+        (1, packs.next_multiple_of(WARP).max(WARP))
+    } else if packs <= medium * most {
+        (packs.div_ceil(medium), medium)
+    } else {
+        (packs.div_ceil(most_threads).min(most), most_threads)
+    };
+    // Both are below 2^32: the one at most most_blocks, the other most_threads.
+    (
+        u32::try_from(blocks).unwrap_or(most_blocks),
+        u32::try_from(threads).unwrap_or(32),
+    )
 }
 
 fn check_lane(backend: Backend, lane: Lane) -> Result<(), Refusal> {
     match (backend, lane) {
-        (Backend::Host, Lane::Rpc) => Ok(()),
-        (Backend::Host, Lane::Resident | Lane::Delegated) => Err(Refusal::NoSuchLane {
-            lane,
-            backend,
-            available: "rpc",
-        }),
-        (Backend::Cuda, Lane::Rpc | Lane::Resident | Lane::Delegated) => {
-            Err(Refusal::NoSuchBackend(backend))
+        (Backend::Host | Backend::Cuda, Lane::Rpc) => Ok(()),
+        (Backend::Host | Backend::Cuda, Lane::Resident | Lane::Delegated) => {
+            Err(Refusal::NoSuchLane {
+                lane,
+                backend,
+                available: "rpc",
+            })
         }
     }
 }
@@ -140,7 +347,7 @@ pub(crate) struct LaneChoice {
 /// Chooses a lane: the first of `wanted` that the backend has, or the backend's best if none is named.
 ///
 /// # Errors
-/// [`Refusal::NoSuchLane`] or [`Refusal::NoSuchBackend`] for the first wanted lane, if none is to be had.
+/// [`Refusal::NoSuchLane`] for the first wanted lane, if none is to be had.
 pub(crate) fn choose_lane(backend: Backend, wanted: &[Lane]) -> Result<LaneChoice, Refusal> {
     let Some(first) = wanted.first() else {
         check_lane(backend, Lane::Rpc)?;
@@ -177,21 +384,34 @@ pub(crate) struct BackendChoice {
     pub reason: String,
 }
 
-/// Chooses a backend.
+/// Why backend cuda is refused where there is no GPU.
+const NO_GPU: &str = "this machine shows no NVIDIA GPU (no /dev/nvidiactl)";
+
+/// Chooses a backend. `has_cuda`: the rank can use CUDA; `has_gpu`: the machine shows a GPU.
 ///
 /// # Errors
 /// [`Refusal::NoSuchBackend`].
-pub(crate) fn choose_backend(wanted: Option<Backend>) -> Result<BackendChoice, Refusal> {
+pub(crate) fn choose_backend(
+    wanted: Option<Backend>,
+    has_cuda: bool,
+    has_gpu: bool,
+) -> Result<BackendChoice, Refusal> {
+    let choice = |backend, reason: &str| BackendChoice {
+        backend,
+        reason: reason.to_owned(),
+    };
     match wanted {
-        None => Ok(BackendChoice {
-            backend: Backend::Host,
-            reason: "auto: host is the only backend of this daemon".to_owned(),
+        Some(Backend::Cuda) if !has_gpu => Err(Refusal::NoSuchBackend {
+            backend: Backend::Cuda,
+            reason: NO_GPU,
         }),
-        Some(Backend::Host) => Ok(BackendChoice {
-            backend: Backend::Host,
-            reason: "asked for".to_owned(),
-        }),
-        Some(Backend::Cuda) => Err(Refusal::NoSuchBackend(Backend::Cuda)),
+        Some(backend @ (Backend::Host | Backend::Cuda)) => Ok(choice(backend, "asked for")),
+        None if has_cuda && has_gpu => Ok(choice(
+            Backend::Cuda,
+            "auto: there is a GPU, and the ranks can use it",
+        )),
+        None if has_gpu => Ok(choice(Backend::Host, "auto: the ranks do not use CUDA")),
+        None => Ok(choice(Backend::Host, "auto: no GPU on this machine")),
     }
 }
 
@@ -199,8 +419,27 @@ pub(crate) fn choose_backend(wanted: Option<Backend>) -> Result<BackendChoice, R
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use proptest::option;
     use proptest::prelude::*;
     use proptest::sample::select;
+
+    fn limits() -> impl Strategy<Value = GpuLimits> {
+        (
+            1_u32..=16,
+            0_u32..600,
+            1_u64..4096,
+            1_u64..4096,
+            1_u64..4096,
+        )
+            .prop_map(|(gpus, resident_blocks, push, inband, staging)| GpuLimits {
+                gpus,
+                ranks_per_gpu: 16_u32.div_ceil(gpus),
+                resident_blocks,
+                push_slot_bytes: 1024 * push,
+                inband_part_bytes: 1024 * inband,
+                staging_part_bytes: 1024 * staging,
+            })
+    }
 
     fn requests() -> impl Strategy<Value = PlanRequest> {
         let sizes = prop_oneof![
@@ -210,44 +449,96 @@ mod tests {
             any::<u64>(),
         ];
         (
-            select(&Backend::ALL[..]),
-            select(&Lane::ALL[..]),
-            1_u32..=16,
-            sizes,
-            select(&Dtype::ALL[..]),
-            select(&Op::ALL[..]),
+            (
+                select(&Backend::ALL[..]),
+                select(&Lane::ALL[..]),
+                1_u32..=16,
+                sizes,
+                select(&Dtype::ALL[..]),
+                select(&Op::ALL[..]),
+            ),
+            option::of(select(&Algorithm::ALL[..])),
+            any::<bool>(),
             0_usize..9,
+            option::weighted(0.9, limits()),
         )
             .prop_map(
-                |(backend, lane, world_size, num_elems, dtype, op, max_threads)| PlanRequest {
+                |(
+                    (backend, lane, world_size, num_elems, dtype, op),
+                    algorithm,
+                    in_place,
+                    max_threads,
+                    gpus,
+                )| PlanRequest {
                     backend,
                     lane,
                     world_size: WorldSize::new(world_size).unwrap(),
                     num_elems,
                     dtype,
                     op,
+                    algorithm,
+                    in_place,
                     max_threads,
+                    gpus,
                 },
             )
+    }
+
+    /// Whether a plan can be launched.
+    fn launchable(request: &PlanRequest, plan: &Plan) -> Result<(), TestCaseError> {
+        prop_assert_eq!(plan.algorithm.backend(), request.backend);
+        prop_assert!(
+            request
+                .algorithm
+                .is_none_or(|asked| asked == plan.algorithm)
+        );
+        match plan.shape {
+            Shape::Host { threads } => {
+                prop_assert!(threads >= 1 && threads <= request.max_threads.max(1));
+                prop_assert!(plan.algorithm != Algorithm::OneShot || threads == 1);
+            }
+            Shape::Cuda {
+                blocks,
+                data_threads,
+                launch_elems,
+            } => {
+                let limits = request.gpus.unwrap();
+                let most = Instance::of(request.world_size).max_data_threads();
+                prop_assert!((1..=MAX_BLOCKS).contains(&blocks));
+                prop_assert!(blocks * limits.ranks_per_gpu <= limits.resident_blocks);
+                prop_assert!(
+                    data_threads.is_multiple_of(32) && (32..=most).contains(&data_threads)
+                );
+                let launch_bytes = u128::from(launch_elems) * request.dtype.size_bytes() as u128;
+                prop_assert!(launch_elems >= 1 && launch_bytes.is_multiple_of(16));
+                let room = match plan.algorithm {
+                    Algorithm::OneShotPush => limits.push_slot_bytes,
+                    Algorithm::OneShotPullInband => limits.inband_part_bytes,
+                    Algorithm::OneShotPull | Algorithm::TwoShotPull if request.in_place => {
+                        limits.staging_part_bytes
+                    }
+                    _ => u64::MAX,
+                };
+                prop_assert!(launch_bytes <= u128::from(room), "{}", launch_bytes);
+            }
+        }
+        Ok(())
     }
 
     proptest! {
         #[test]
         fn every_point_is_a_plan_that_can_be_launched_or_a_reasoned_refusal(request in requests()) {
             match plan(request) {
-                Ok(plan) => {
-                    prop_assert!(plan.threads >= 1 && plan.threads <= request.max_threads.max(1));
-                    let inline = plan.algorithm == Algorithm::OneShot;
-                    let bytes = request.num_elems as u128
-                        * request.dtype.size_bytes() as u128
-                        * u128::from(request.world_size.get());
-                    prop_assert_eq!(inline, bytes <= u128::from(INLINE_MAX_BYTES));
-                    prop_assert!(!inline || plan.threads == 1);
-                }
+                Ok(plan) => launchable(&request, &plan)?,
                 Err(refusal) => {
                     prop_assert!(!refusal.to_string().is_empty());
-                    let refused = request.backend == Backend::Cuda
+                    let cuda_refuses = request.backend == Backend::Cuda
+                        && (!matches!(request.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16)
+                            || request.op == Op::Prod
+                            || request.gpus.is_none_or(|gpus| gpus.resident_blocks < gpus.ranks_per_gpu));
+                    let refused = cuda_refuses
                         || request.lane != Lane::Rpc
+                        || request.algorithm.is_some_and(|asked| asked.backend() != request.backend)
                         || (request.op == Op::Avg && request.dtype.is_integer())
                         || request.num_elems.checked_mul(request.dtype.size_bytes() as u64).is_none();
                     prop_assert!(refused, "{}", refusal);
@@ -259,11 +550,26 @@ mod tests {
 
     #[test]
     fn lanes_fall_back_only_to_what_was_named() {
-        let choice = choose_lane(Backend::Host, &[Lane::Resident, Lane::Rpc]).unwrap();
-        assert_eq!(choice.lane, Lane::Rpc);
-        assert!(choice.reason.contains("resident"), "{}", choice.reason);
-        assert!(choose_lane(Backend::Host, &[Lane::Resident]).is_err());
-        assert_eq!(choose_lane(Backend::Host, &[]).unwrap().lane, Lane::Rpc);
-        assert!(choose_backend(Some(Backend::Cuda)).is_err());
+        for backend in Backend::ALL {
+            let choice = choose_lane(backend, &[Lane::Resident, Lane::Rpc]).unwrap();
+            assert_eq!(choice.lane, Lane::Rpc);
+            assert!(choice.reason.contains("resident"), "{}", choice.reason);
+            assert!(choose_lane(backend, &[Lane::Resident]).is_err());
+            assert_eq!(choose_lane(backend, &[]).unwrap().lane, Lane::Rpc);
+        }
+    }
+
+    #[test]
+    fn cuda_is_chosen_where_it_is_to_be_had() {
+        let chosen = |wanted, has_cuda, has_gpu| {
+            choose_backend(wanted, has_cuda, has_gpu).map(|choice| choice.backend)
+        };
+        assert_eq!(chosen(None, true, true), Ok(Backend::Cuda));
+        for (has_cuda, has_gpu) in [(false, true), (true, false), (false, false)] {
+            assert_eq!(chosen(None, has_cuda, has_gpu), Ok(Backend::Host));
+        }
+        assert_eq!(chosen(Some(Backend::Host), true, true), Ok(Backend::Host));
+        assert_eq!(chosen(Some(Backend::Cuda), false, true), Ok(Backend::Cuda));
+        assert!(chosen(Some(Backend::Cuda), true, false).is_err());
     }
 }

@@ -72,7 +72,10 @@ impl ReductionSpec {
             num_elems: num_elems as u64,
             dtype,
             op,
+            algorithm: None,
+            in_place: true,
             max_threads: 1,
+            gpus: None,
         };
         plan(request)?;
         Ok(Self {

@@ -92,6 +92,7 @@ pub async fn try_open(
         communicator: communicator.to_owned(),
         world_size,
         backend,
+        has_cuda: false,
     };
     ControlClient::new(dial(socket).await)
         .open(request)
@@ -114,6 +115,7 @@ pub fn hello(opened: &OpenResponse, rank: u32, world_size: u32) -> Hello {
         arena_len_bytes: 64 << 10,
         pid: std::process::id(),
         client_name: "raw".to_owned(),
+        has_mps: false,
     }
 }
 
@@ -231,6 +233,7 @@ impl RawRank {
             op: Op::Sum as i32,
             timeout_ms: 15_000,
             event: None,
+            algorithm: 0,
         }
     }
 

@@ -4,7 +4,9 @@
 //! has checked. Refuses to decide anything: the plan says how many threads.
 #![allow(unsafe_code)] // room: shared memory
 
+use crate::backend::Fault;
 use crate::communicator::{ARENA, Launch, Place};
+use crate::plan::Shape;
 use allreduce_contract::memory::{Mapping, MemoryError, SealedMemory};
 use allreduce_contract::window::Control;
 use allreduce_contract::{Rank, WorldSize};
@@ -101,17 +103,6 @@ impl Window {
     }
 }
 
-/// A deliberate fault, to test who must notice: flips one bit of one rank's result.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Fault {
-    /// Counts the executor's reductions of at least one element, from 1.
-    pub(crate) reduction: u64,
-    /// Whose result.
-    pub(crate) rank: u32,
-    /// Which bit of it.
-    pub(crate) bit: u64,
-}
-
 /// A launch with its pointers, and what keeps them valid.
 #[derive(Debug)]
 pub(crate) struct Job {
@@ -168,9 +159,9 @@ impl Job {
         };
         let mut srcs = Vec::with_capacity(launch.ranks.len());
         let mut dsts = Vec::with_capacity(launch.ranks.len());
-        for (session, src, dst) in &launch.ranks {
-            srcs.push(find(*session, *src)?.as_ptr().cast_const());
-            dsts.push(find(*session, *dst)?.as_ptr());
+        for rank in &launch.ranks {
+            srcs.push(find(rank.session, rank.src)?.as_ptr().cast_const());
+            dsts.push(find(rank.session, rank.dst)?.as_ptr());
         }
         // The threads of a chunked launch each see a part; how to store depends on the whole.
         let footprint = len_bytes.saturating_mul(2 * launch.ranks.len() as u64);
@@ -230,7 +221,10 @@ impl Job {
     fn run_chunked(&self) -> Duration {
         let start = Instant::now();
         // More chunks than threads, so that a thread that is held up does not hold up all.
-        let threads = self.launch.plan.threads;
+        let threads = match self.launch.plan.shape {
+            Shape::Host { threads } => threads,
+            Shape::Cuda { .. } => 1,
+        };
         let count = NonZeroUsize::new(threads.saturating_mul(4)).unwrap_or(NonZeroUsize::MIN);
         (0..count.get()).into_par_iter().for_each(|index| {
             let range = chunk(self.launch.signature.dtype, self.num_elems(), index, count);

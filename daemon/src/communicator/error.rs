@@ -4,9 +4,11 @@
 
 use crate::communicator::rendezvous::Signature;
 use crate::plan::Refusal;
+use allreduce_contract::cuda::{CudaError, Unavailable};
 use allreduce_contract::memory::MemoryError;
-use allreduce_contract::{BadRank, Rank, WorldSize};
+use allreduce_contract::{Backend, BadRank, Rank, WorldSize};
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Why a rank may not join.
@@ -27,15 +29,41 @@ pub(crate) enum JoinError {
     #[error(transparent)]
     Plan(Refusal),
     #[error(
-        "arena_len_bytes {asked} is above the configured limit {limit} (host.max_arena_len_bytes)"
+        "arena_len_bytes {asked} is above the configured limit {limit} ({key}.max_arena_len_bytes)"
     )]
-    ArenaLimit { asked: u64, limit: u64 },
+    ArenaLimit {
+        asked: u64,
+        limit: u64,
+        key: &'static str,
+    },
     #[error("the window of rank {rank}: {source}")]
     Memory { rank: Rank, source: MemoryError },
+    #[error("the GPU window of rank {rank}: {source}")]
+    Gpu { rank: Rank, source: GpuError },
     #[error("no number for the session: {0}")]
     NoSession(std::io::Error),
     #[error("the executor is draining and takes no new ranks")]
     Draining,
+}
+
+/// What a GPU does not do.
+#[derive(Debug, Clone, thiserror::Error)]
+pub(crate) enum GpuError {
+    #[error("no CUDA in the executor: {0}")]
+    Unavailable(Unavailable),
+    #[error(
+        "device {uuid:?} is not visible to the daemon, which sees {}: check CUDA_VISIBLE_DEVICES and the container's devices",
+        if visible.is_empty() { "none".to_owned() } else { visible.join(", ") }
+    )]
+    UnknownDevice { uuid: String, visible: Vec<String> },
+    #[error("not enough GPU memory: {needed} bytes needed, {available} available")]
+    NoMemory { needed: u64, available: u64 },
+    #[error("no kernels for this GPU: {0}")]
+    NoKernels(String),
+    #[error(transparent)]
+    Memory(#[from] Arc<MemoryError>),
+    #[error("{what}: {error}")]
+    Call { what: String, error: CudaError },
 }
 
 /// Why a buffer is not made or given back.
@@ -63,6 +91,20 @@ pub(crate) enum BufferError {
     ArenaFull { needed: u64, available: u64 },
     #[error("the session holds {limit} {what}, which is the limit")]
     Limit { what: &'static str, limit: u64 },
+    #[error(
+        "the GPU memory cannot be mapped: {0}; it must be a plain cuMemAlloc (cudaMalloc) allocation of the rank's device, still allocated, of another process than the executor"
+    )]
+    BadMemory(String),
+    #[error("{0}")]
+    BadHandle(String),
+    #[error("session {session} has no stream {stream_id}")]
+    UnknownStream { session: u64, stream_id: u64 },
+    #[error("{what} is for backend {needed}, the communicator has backend {backend}")]
+    WrongBackend {
+        what: &'static str,
+        needed: Backend,
+        backend: Backend,
+    },
     #[error(transparent)]
     EpochEnded(#[from] EpochEnd),
 }
@@ -144,6 +186,12 @@ pub(crate) enum CallError {
     Overlap { rank: Rank },
     #[error("rank {rank}: its ready word does not hold {ready_value} yet")]
     NotSignalled { rank: Rank, ready_value: u64 },
+    #[error("rank {rank}: its session has no stream {stream_id} with a slot {slot}")]
+    UnknownStream {
+        rank: Rank,
+        stream_id: u64,
+        slot: u32,
+    },
     #[error(
         "sequence {sequence}: rank {one} reduces {one_signature}, rank {other} reduces {other_signature}"
     )]
@@ -193,6 +241,12 @@ pub(crate) enum EndCause {
         missing: Vec<Rank>,
         timeout: Duration,
     },
+    /// The test before Ready failed: the epoch never began.
+    #[error("the GPUs cannot work together: {reason}")]
+    Ineligible { ranks: Vec<Rank>, reason: String },
+    /// A reduction failed on the GPU, or could not be enqueued.
+    #[error("{reason}")]
+    Gpu { rank: Option<Rank>, reason: String },
 }
 
 impl EndCause {
@@ -200,12 +254,21 @@ impl EndCause {
     pub(crate) fn rank(&self) -> Option<Rank> {
         match self {
             EndCause::RankGone { rank, .. } => Some(*rank),
-            EndCause::Timeout { missing, .. } | EndCause::JoinTimeout { missing, .. } => {
-                match missing.as_slice() {
-                    [rank] => Some(*rank),
-                    [] | [_, _, ..] => None,
-                }
-            }
+            EndCause::Gpu { rank, .. } => *rank,
+            EndCause::Timeout { missing: ranks, .. }
+            | EndCause::JoinTimeout { missing: ranks, .. }
+            | EndCause::Ineligible { ranks, .. } => match ranks.as_slice() {
+                [rank] => Some(*rank),
+                [] | [_, _, ..] => None,
+            },
+        }
+    }
+
+    /// Whether the epoch ended before it was Ready: its ranks' joining fails, nobody needs a notice.
+    pub(crate) fn is_of_forming(&self) -> bool {
+        match self {
+            EndCause::JoinTimeout { .. } | EndCause::Ineligible { .. } => true,
+            EndCause::RankGone { .. } | EndCause::Timeout { .. } | EndCause::Gpu { .. } => false,
         }
     }
 
@@ -213,14 +276,17 @@ impl EndCause {
     pub(crate) fn is_orderly(&self) -> bool {
         match self {
             EndCause::RankGone { how, .. } => *how == Gone::Left,
-            EndCause::Timeout { .. } | EndCause::JoinTimeout { .. } => false,
+            EndCause::Timeout { .. }
+            | EndCause::JoinTimeout { .. }
+            | EndCause::Ineligible { .. }
+            | EndCause::Gpu { .. } => false,
         }
     }
 
     /// The ranks that were waited for.
     pub(crate) fn missing(&self) -> &[Rank] {
         match self {
-            EndCause::RankGone { .. } => &[],
+            EndCause::RankGone { .. } | EndCause::Ineligible { .. } | EndCause::Gpu { .. } => &[],
             EndCause::Timeout { missing, .. } | EndCause::JoinTimeout { missing, .. } => missing,
         }
     }

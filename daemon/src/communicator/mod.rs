@@ -5,13 +5,14 @@
 //! backend does) and to know messages (`rpc` does).
 //!
 //! ```text
-//!               rank joins / goes              all joined
-//!            +-------------------+         +--------------------+
-//!            |                   v         |                    v
-//!            +---------------- Forming ----+                  Ready
-//!                                ^   |                          |
-//!     join timeout: those who    |   |                          | a rank goes, stalls past its
-//!     joined get EpochEnd  ------+---+                          | deadline
+//!               rank joins / goes         all joined (host)
+//!            +-------------------+    +-------------------------+
+//!            |                   v    |  all mapped   tested    v
+//!            +---------------- Forming --> Testing (cuda) --> Ready
+//!                                ^   |       | failed           |
+//!                                |   +---+---+                  |
+//!     join timeout: those who    |       |                      | a rank goes, stalls past its
+//!     joined get EpochEnd  ------+-------+                      | deadline; the GPU fails
 //!                                ^                              v
 //!                                +--- epoch + 1, no members ----+
 //! ```
@@ -25,12 +26,13 @@ mod rendezvous;
 mod stats;
 
 pub(crate) use error::{
-    BufferError, CallError, EndCause, EpochEnd, Gone, JoinError, REGISTER_ALIGN_BYTES, Side,
+    BufferError, CallError, EndCause, EpochEnd, Gone, GpuError, JoinError, REGISTER_ALIGN_BYTES,
+    Side,
 };
-pub(crate) use rendezvous::{Place, Signature};
+pub(crate) use rendezvous::{Place, Signature, Ticket};
 pub(crate) use stats::{Count, Quantiles, RankStats, ReductionKind, Stats};
 
-use crate::plan::{LaneChoice, Plan, PlanRequest, plan};
+use crate::plan::{GpuLimits, LaneChoice, Plan, PlanRequest, plan};
 use allreduce_contract::v1::BadEnum;
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, Rank, WorldSize};
 use arena::{Arena, ArenaFull};
@@ -88,9 +90,15 @@ pub(crate) struct Call<T> {
     pub(crate) num_elems: u64,
     pub(crate) dtype: Result<Dtype, BadEnum>,
     pub(crate) op: Result<Op, BadEnum>,
+    /// The algorithm asked for, if one is.
+    pub(crate) algorithm: Result<Option<Algorithm>, BadEnum>,
     pub(crate) timeout: Duration,
     /// The ready value announced, if the rank's ready word does not hold it.
     pub(crate) unsignalled: Option<u64>,
+    /// The slot of a stream that was named.
+    pub(crate) ticket: Option<Ticket>,
+    /// Whether the backend knows the slot.
+    pub(crate) is_ticket_known: bool,
 }
 
 /// A reduction was done.
@@ -110,8 +118,20 @@ pub(crate) struct Launch {
     pub(crate) sequence: u64,
     pub(crate) plan: Plan,
     pub(crate) signature: Signature,
-    /// In rank order: session, source, destination.
-    pub(crate) ranks: Vec<(u64, Place, Place)>,
+    /// In rank order.
+    pub(crate) ranks: Vec<RankLaunch>,
+    /// The longest of the ranks' timeouts.
+    pub(crate) timeout: Duration,
+}
+
+/// One rank's part of a [`Launch`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RankLaunch {
+    pub(crate) rank: Rank,
+    pub(crate) session: u64,
+    pub(crate) src: Place,
+    pub(crate) dst: Place,
+    pub(crate) ticket: Option<Ticket>,
 }
 
 /// What the executor's task is to do.
@@ -122,8 +142,14 @@ pub(crate) enum Effect<T> {
         reply_to: T,
         result: Result<Reduced, CallError>,
     },
-    /// Run this, then call [`Communicator::reduced`].
+    /// Run this, then call [`Communicator::reduced`] or [`Communicator::launch_failed`].
     Launch(Launch),
+    /// Every rank has joined and mapped its window: test the GPUs, then call [`Communicator::tested`].
+    Test {
+        /// In rank order.
+        sessions: Vec<u64>,
+        epoch: u64,
+    },
     /// The executor touches no buffer of this session's sequences up to this one any more.
     Done { session: u64, sequence: u64 },
     /// Every rank has joined: tell these sessions.
@@ -157,6 +183,8 @@ struct Session {
     rank: Rank,
     epoch: u64,
     lane: LaneChoice,
+    /// Whether the rank has its window mapped; on the host backend nobody asks.
+    mapped: bool,
     pid: u32,
     client_name: String,
     arena: Arena,
@@ -241,6 +269,8 @@ pub(crate) struct SessionInfo {
 enum Phase {
     /// Ranks are joining; the deadline runs from the first.
     Forming { deadline: Option<Instant> },
+    /// Every rank is in; the GPUs are being tested.
+    Testing { deadline: Option<Instant> },
     /// Every rank is in.
     Ready { lane: LaneChoice },
 }
@@ -264,6 +294,8 @@ pub(crate) struct Communicator<T> {
     /// Ends to be told once nothing runs.
     pending_ends: Vec<(u64, EpochEnd)>,
     next_id: u64,
+    /// What the GPUs can take, since they were tested.
+    gpus: Option<GpuLimits>,
     effects: Vec<Effect<T>>,
     stats: Stats,
 }
@@ -283,6 +315,7 @@ impl<T> Communicator<T> {
             orphaned: Vec::new(),
             pending_ends: Vec::new(),
             next_id: 1,
+            gpus: None,
             effects: Vec::new(),
             stats: Stats::new(world_size),
         }
@@ -309,7 +342,7 @@ impl<T> Communicator<T> {
     pub(crate) fn lane(&self) -> Option<&LaneChoice> {
         match &self.phase {
             Phase::Ready { lane } => Some(lane),
-            Phase::Forming { .. } => None,
+            Phase::Forming { .. } | Phase::Testing { .. } => None,
         }
     }
 
@@ -386,6 +419,7 @@ impl<T> Communicator<T> {
             rank: joining.rank,
             epoch: self.epoch,
             lane: joining.lane,
+            mapped: self.settings.backend == Backend::Host,
             pid: joining.pid,
             client_name: joining.client_name,
             arena: Arena::new(joining.arena_len_bytes),
@@ -396,19 +430,111 @@ impl<T> Communicator<T> {
             done: 0,
             answered_ahead: BTreeSet::new(),
         };
-        let lane = session.lane.clone();
         self.sessions.insert(id, session);
-        if self.members.iter().all(Option::is_some) {
-            self.phase = Phase::Ready { lane: lane.clone() };
-            self.effects.push(Effect::Ready {
-                sessions: self.members.iter().flatten().copied().collect(),
-                epoch: self.epoch,
-                lane,
-            });
-        } else if let Phase::Forming { deadline } = &mut self.phase {
+        if let Phase::Forming { deadline } = &mut self.phase {
             deadline.get_or_insert(now + self.settings.join_timeout);
         }
+        self.form();
         Ok((id, self.epoch))
+    }
+
+    /// Goes on from Forming once every rank has joined and has its window mapped.
+    fn form(&mut self) {
+        let Phase::Forming { deadline } = self.phase else {
+            return;
+        };
+        let is_in = |member: &Option<u64>| {
+            member
+                .and_then(|session| self.sessions.get(&session))
+                .is_some_and(|session| session.mapped)
+        };
+        if !self.members.iter().all(is_in) {
+            return;
+        }
+        match self.settings.backend {
+            Backend::Host => self.become_ready(),
+            Backend::Cuda => {
+                self.phase = Phase::Testing { deadline };
+                self.effects.push(Effect::Test {
+                    sessions: self.members.iter().flatten().copied().collect(),
+                    epoch: self.epoch,
+                });
+            }
+        }
+    }
+
+    fn become_ready(&mut self) {
+        let sessions: Vec<u64> = self.members.iter().flatten().copied().collect();
+        let lane = sessions
+            .last()
+            .and_then(|session| self.sessions.get(session))
+            .map(|session| session.lane.clone());
+        let Some(lane) = lane else { return };
+        self.phase = Phase::Ready { lane: lane.clone() };
+        self.effects.push(Effect::Ready {
+            sessions,
+            epoch: self.epoch,
+            lane,
+        });
+    }
+
+    /// A rank has mapped its window, or says why it could not.
+    pub(crate) fn mapped(&mut self, session: u64, error: Option<String>) {
+        let Some(found) = self.sessions.get_mut(&session) else {
+            return;
+        };
+        let rank = found.rank;
+        if self.members.get(rank.as_usize()) != Some(&Some(session)) {
+            return;
+        }
+        match (error, &self.phase) {
+            (None, _) => {
+                found.mapped = true;
+                self.form();
+            }
+            (Some(error), Phase::Forming { .. }) => self.end_epoch(EndCause::Ineligible {
+                ranks: vec![rank],
+                reason: format!("rank {rank} cannot map its window: {error}"),
+            }),
+            // It said before that it had.
+            (Some(_), Phase::Testing { .. } | Phase::Ready { .. }) => {}
+        }
+    }
+
+    /// The GPUs of `epoch` were tested: what they can take, or the ranks it is about and why not.
+    pub(crate) fn tested(&mut self, epoch: u64, result: Result<GpuLimits, (Vec<Rank>, String)>) {
+        let is_current = epoch == self.epoch && matches!(self.phase, Phase::Testing { .. });
+        if !is_current {
+            return;
+        }
+        match result {
+            Ok(limits) => {
+                self.gpus = Some(limits);
+                self.become_ready();
+            }
+            Err((ranks, reason)) => self.end_epoch(EndCause::Ineligible { ranks, reason }),
+        }
+    }
+
+    /// Something on the GPU went wrong: ends `epoch`, if it still is.
+    pub(crate) fn gpu_failed(&mut self, epoch: u64, rank: Option<Rank>, reason: String) {
+        if epoch == self.epoch && !matches!(self.phase, Phase::Forming { .. }) {
+            self.end_epoch(EndCause::Gpu { rank, reason });
+        }
+    }
+
+    /// What [`Effect::Launch`] asked for could not be enqueued: ends the epoch, and answers who called.
+    pub(crate) fn launch_failed(&mut self, launch: &Launch, rank: Option<Rank>, reason: String) {
+        self.running = None;
+        if let Some(rendezvous) = self.rendezvous.get_mut(&launch.sequence)
+            && let Stage::Running { arrivals } = &mut rendezvous.stage
+        {
+            rendezvous.stage = Stage::Waiting {
+                arrivals: std::mem::take(arrivals),
+            };
+        }
+        self.end_epoch(EndCause::Gpu { rank, reason });
+        self.forget_detached();
     }
 
     /// A session's connection is over.
@@ -420,7 +546,9 @@ impl<T> Communicator<T> {
         let rank = found.rank;
         if self.members.get(rank.as_usize()) == Some(&Some(session)) {
             match &mut self.phase {
-                Phase::Ready { .. } => self.end_epoch(EndCause::RankGone { rank, how }),
+                Phase::Ready { .. } | Phase::Testing { .. } => {
+                    self.end_epoch(EndCause::RankGone { rank, how });
+                }
                 Phase::Forming { deadline } => {
                     if let Some(member) = self.members.get_mut(rank.as_usize()) {
                         *member = None;
@@ -461,9 +589,10 @@ impl<T> Communicator<T> {
         };
         let error = match &end.cause {
             EndCause::Timeout { .. } => CallError::Timeout(end.clone()),
-            EndCause::RankGone { .. } | EndCause::JoinTimeout { .. } => {
-                CallError::EpochEnded(end.clone())
-            }
+            EndCause::RankGone { .. }
+            | EndCause::JoinTimeout { .. }
+            | EndCause::Ineligible { .. }
+            | EndCause::Gpu { .. } => CallError::EpochEnded(end.clone()),
         };
         if end.cause.is_orderly() {
             tracing::info!(epoch = end.epoch, cause = %end.cause, "epoch ended");
@@ -490,6 +619,7 @@ impl<T> Communicator<T> {
         }
         self.epoch += 1;
         self.floor = 0;
+        self.gpus = None;
         self.phase = Phase::Forming { deadline: None };
         self.tell_ends();
     }
@@ -512,19 +642,28 @@ impl<T> Communicator<T> {
             .ok_or(BufferError::UnknownSession(session))
     }
 
-    /// A session has handed over a memory of this length; answers its handle.
+    /// Whether a session lives and its epoch goes on.
+    pub(crate) fn may_use(&self, session: u64) -> Result<(), BufferError> {
+        let found = self.sessions.get(&session);
+        let found = found.filter(|found| !found.detached);
+        let found = found.ok_or(BufferError::UnknownSession(session))?;
+        Ok(found.alive()?)
+    }
+
+    /// A session (whose rank the caller claims to be, if it has to) has handed over a memory of this length;
+    /// answers its handle.
     ///
     /// # Errors
     /// Unknown session, epoch over, limit.
     pub(crate) fn keep_memory(
         &mut self,
         session: u64,
-        rank: u32,
+        rank: Option<u32>,
         len_bytes: u64,
     ) -> Result<u64, BufferError> {
         let (limit, handle) = (self.settings.max_buffers, self.fresh_id());
         let found = self.session_mut(session)?;
-        if found.rank.get() != rank {
+        if rank.is_some_and(|rank| found.rank.get() != rank) {
             return Err(BufferError::UnknownSession(session));
         }
         found.alive()?;
@@ -634,26 +773,32 @@ impl<T> Communicator<T> {
         Ok(buffer_id)
     }
 
-    /// Gives a buffer back; one that a call in flight names comes back when that is answered.
+    /// Gives a buffer back; one that a call in flight names comes back when that is answered. Answers the
+    /// memory that [`Effect::ForgetMemory`] will name, if the buffer is in one that was handed over.
     ///
     /// # Errors
     /// Unknown session or buffer. An ended epoch is no error: giving back always works.
-    pub(crate) fn release(&mut self, session: u64, buffer_id: u64) -> Result<(), BufferError> {
+    pub(crate) fn release(
+        &mut self,
+        session: u64,
+        buffer_id: u64,
+    ) -> Result<Option<u64>, BufferError> {
         let found = self.session_mut(session)?;
         let unknown = BufferError::UnknownBuffer { session, buffer_id };
         let buffer = found.buffers.get_mut(&buffer_id).ok_or(unknown.clone())?;
         if buffer.released {
             return Err(unknown);
         }
+        let handed = (buffer.memory != ARENA).then_some(buffer.memory);
         if buffer.users > 0 {
             buffer.released = true;
-            return Ok(());
+            return Ok(handed);
         }
         let buffer = found.buffers.remove(&buffer_id).ok_or(unknown)?;
         if let Some(memory) = found.free(buffer) {
             self.effects.push(Effect::ForgetMemory { session, memory });
         }
-        Ok(())
+        Ok(handed)
     }
 
     // Reductions.
@@ -702,6 +847,7 @@ impl<T> Communicator<T> {
                         signature,
                         src,
                         dst,
+                        ticket: call.ticket,
                         at: now,
                         timeout: call.timeout,
                     });
@@ -729,7 +875,7 @@ impl<T> Communicator<T> {
                 session: session.epoch,
             });
         }
-        if let Phase::Forming { .. } = self.phase {
+        if let Phase::Forming { .. } | Phase::Testing { .. } = self.phase {
             let missing = |rank: &Rank| !self.is_joined(*rank);
             return Err(CallError::NotReady {
                 missing: self.settings.world_size.ranks().filter(missing).collect(),
@@ -767,13 +913,17 @@ impl<T> Communicator<T> {
         let op = call
             .op
             .map_err(|source| CallError::BadEnum { rank, source })?;
+        let algorithm = call
+            .algorithm
+            .map_err(|source| CallError::BadEnum { rank, source })?;
         let signature = Signature {
             num_elems: call.num_elems,
             dtype,
             op,
+            algorithm,
         };
         // The plan's refusals come first: they do not depend on the rank.
-        self.plan_for(signature)?;
+        self.plan_for(signature, false)?;
         let src = self.place(call, rank, Side::Src, dtype)?;
         let dst = self.place(call, rank, Side::Dst, dtype)?;
         let len_bytes = call.num_elems.saturating_mul(dtype.size_bytes() as u64);
@@ -784,13 +934,22 @@ impl<T> Communicator<T> {
         if !apart {
             return Err(CallError::Overlap { rank });
         }
+        if let Some(Ticket { stream_id, slot }) = call.ticket
+            && !call.is_ticket_known
+        {
+            return Err(CallError::UnknownStream {
+                rank,
+                stream_id,
+                slot,
+            });
+        }
         match call.unsignalled {
             Some(ready_value) => Err(CallError::NotSignalled { rank, ready_value }),
             None => Ok((signature, src, dst)),
         }
     }
 
-    fn plan_for(&self, signature: Signature) -> Result<Plan, CallError> {
+    fn plan_for(&self, signature: Signature, in_place: bool) -> Result<Plan, CallError> {
         Ok(plan(PlanRequest {
             backend: self.settings.backend,
             lane: self.lane().map_or(Lane::Rpc, |choice| choice.lane),
@@ -798,7 +957,10 @@ impl<T> Communicator<T> {
             num_elems: signature.num_elems,
             dtype: signature.dtype,
             op: signature.op,
+            algorithm: signature.algorithm,
+            in_place,
             max_threads: self.settings.max_threads,
+            gpus: self.gpus,
         })?)
     }
 
@@ -955,12 +1117,24 @@ impl<T> Communicator<T> {
         let Some(signature) = arrivals.first().map(|first| first.signature) else {
             return;
         };
-        let ranks = arrivals
+        let ranks: Vec<RankLaunch> = arrivals
             .iter()
-            .map(|arrival| (arrival.session, arrival.src, arrival.dst))
+            .map(|arrival| RankLaunch {
+                rank: arrival.rank,
+                session: arrival.session,
+                src: arrival.src,
+                dst: arrival.dst,
+                ticket: arrival.ticket,
+            })
             .collect();
+        let timeouts = arrivals.iter().map(|arrival| arrival.timeout);
+        let timeout = timeouts.max().unwrap_or_default();
+        let is_same = |one: Place, other: Place| {
+            (one.memory, one.offset_bytes) == (other.memory, other.offset_bytes)
+        };
+        let in_place = ranks.iter().any(|rank| is_same(rank.src, rank.dst));
         rendezvous.stage = Stage::Running { arrivals };
-        match self.plan_for(signature) {
+        match self.plan_for(signature, in_place) {
             Ok(plan) => {
                 self.running = Some(sequence);
                 self.effects.push(Effect::Launch(Launch {
@@ -968,6 +1142,7 @@ impl<T> Communicator<T> {
                     plan,
                     signature,
                     ranks,
+                    timeout,
                 }));
             }
             // Every arrival was checked against the same plan, so this is not reached; were it, the
@@ -1074,7 +1249,7 @@ impl<T> Communicator<T> {
     /// When [`Self::expire`] is next to be called.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let joining = match &self.phase {
-            Phase::Forming { deadline } => *deadline,
+            Phase::Forming { deadline } | Phase::Testing { deadline } => *deadline,
             Phase::Ready { .. } => None,
         };
         let calling = self.call_deadline().map(|(at, _)| at);
@@ -1083,16 +1258,39 @@ impl<T> Communicator<T> {
 
     /// Ends what has waited past its deadline.
     pub(crate) fn expire(&mut self, now: Instant) {
-        if let Phase::Forming {
-            deadline: Some(deadline),
-        } = &self.phase
-            && *deadline <= now
-        {
-            let missing = |rank: &Rank| !self.is_joined(*rank);
-            let missing = self.settings.world_size.ranks().filter(missing).collect();
-            let timeout = self.settings.join_timeout;
-            self.end_epoch(EndCause::JoinTimeout { missing, timeout });
-            return;
+        let timeout = self.settings.join_timeout;
+        match self.phase {
+            Phase::Forming {
+                deadline: Some(deadline),
+            } if deadline <= now => {
+                let is_missing = |rank: &Rank| {
+                    let session = self.members.get(rank.as_usize()).copied().flatten();
+                    !session
+                        .and_then(|session| self.sessions.get(&session))
+                        .is_some_and(|session| session.mapped)
+                };
+                let missing = self
+                    .settings
+                    .world_size
+                    .ranks()
+                    .filter(is_missing)
+                    .collect();
+                self.end_epoch(EndCause::JoinTimeout { missing, timeout });
+                return;
+            }
+            Phase::Testing {
+                deadline: Some(deadline),
+            } if deadline <= now => {
+                self.end_epoch(EndCause::Ineligible {
+                    ranks: Vec::new(),
+                    reason: format!(
+                        "the test of the GPUs did not end within {} ms of the first join",
+                        timeout.as_millis()
+                    ),
+                });
+                return;
+            }
+            Phase::Forming { .. } | Phase::Testing { .. } | Phase::Ready { .. } => {}
         }
         let Some((_, timeout)) = self.call_deadline().filter(|(at, _)| *at <= now) else {
             return;

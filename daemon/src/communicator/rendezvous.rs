@@ -13,7 +13,7 @@
 //! ```
 
 use crate::communicator::error::CallError;
-use allreduce_contract::{Dtype, Op, Rank, WorldSize};
+use allreduce_contract::{Algorithm, Dtype, Op, Rank, WorldSize};
 use std::fmt;
 use std::time::{Duration, Instant};
 
@@ -23,6 +23,8 @@ pub(crate) struct Signature {
     pub(crate) num_elems: u64,
     pub(crate) dtype: Dtype,
     pub(crate) op: Op,
+    /// The one that is asked for, if one is.
+    pub(crate) algorithm: Option<Algorithm>,
 }
 
 impl fmt::Display for Signature {
@@ -31,8 +33,10 @@ impl fmt::Display for Signature {
             num_elems,
             dtype,
             op,
+            algorithm,
         } = self;
-        write!(f, "{num_elems} x {dtype} {op}")
+        write!(f, "{num_elems} x {dtype} {op}")?;
+        algorithm.map_or(Ok(()), |algorithm| write!(f, " by {algorithm}"))
     }
 }
 
@@ -57,8 +61,16 @@ pub(crate) struct Arrival<T> {
     pub(crate) signature: Signature,
     pub(crate) src: Place,
     pub(crate) dst: Place,
+    pub(crate) ticket: Option<Ticket>,
     pub(crate) at: Instant,
     pub(crate) timeout: Duration,
+}
+
+/// The slot of a rank's stream whose events fence a call on the GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Ticket {
+    pub(crate) stream_id: u64,
+    pub(crate) slot: u32,
 }
 
 /// Where a rendezvous is.

@@ -171,6 +171,7 @@ mod tests {
             num_elems: 10,
             dtype: Dtype::Bf16,
             op: Op::Sum,
+            algorithm: None,
         };
         let lateness = [
             (ranks[0], Duration::ZERO),

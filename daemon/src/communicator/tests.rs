@@ -93,6 +93,9 @@ impl Harness {
             op: Ok(Op::Sum),
             timeout: 50 * MS,
             unsignalled: None,
+            algorithm: Ok(None),
+            ticket: None,
+            is_ticket_known: false,
         }
     }
 
@@ -112,6 +115,120 @@ impl Harness {
         self.communicator.reduced(&launch, MS);
         self.communicator.take_effects()
     }
+}
+
+const GPUS: GpuLimits = GpuLimits {
+    gpus: 1,
+    ranks_per_gpu: 2,
+    resident_blocks: 64,
+    push_slot_bytes: 4096,
+    inband_part_bytes: 4096,
+    staging_part_bytes: 4096,
+};
+
+/// Two ranks on backend cuda, joined; none has its window mapped.
+fn cuda_ranks() -> (Communicator<u32>, Vec<u64>) {
+    let settings = Settings {
+        backend: Backend::Cuda,
+        ..settings(2)
+    };
+    let mut communicator = Communicator::new(settings);
+    let ranks = communicator.settings.world_size.ranks();
+    let sessions = ranks
+        .map(|rank| communicator.join(joining(rank), Instant::now()).unwrap().0)
+        .collect();
+    assert!(communicator.take_effects().is_empty());
+    (communicator, sessions)
+}
+
+#[test]
+fn on_cuda_nobody_is_ready_before_the_test() {
+    let (mut communicator, sessions) = cuda_ranks();
+    communicator.mapped(sessions[1], None);
+    assert!(communicator.take_effects().is_empty());
+    communicator.mapped(sessions[0], None);
+    let effects = communicator.take_effects();
+    let [
+        Effect::Test {
+            sessions: tested,
+            epoch: 1,
+        },
+    ] = effects.as_slice()
+    else {
+        panic!("{effects:?}");
+    };
+    assert_eq!(*tested, sessions);
+    // Another epoch's verdict says nothing about this one.
+    communicator.tested(7, Ok(GPUS));
+    assert!(communicator.take_effects().is_empty());
+    communicator.tested(1, Ok(GPUS));
+    assert!(matches!(
+        communicator.take_effects().as_slice(),
+        [Effect::Ready { epoch: 1, .. }]
+    ));
+    communicator.gpu_failed(1, None, "lost".to_owned());
+    let ends = communicator.take_effects();
+    let is_gpu = |effect: &Effect<u32>| matches!(effect, Effect::Ended { end, .. } if matches!(end.cause, EndCause::Gpu { .. }));
+    assert!(ends.len() == 2 && ends.iter().all(is_gpu), "{ends:?}");
+}
+
+#[test]
+fn one_verdict_refuses_all_ranks() {
+    let rank = settings(2).world_size.rank(1).unwrap();
+    for fails_at in 0..3 {
+        let (mut communicator, sessions) = cuda_ranks();
+        if fails_at == 0 {
+            communicator.mapped(sessions[1], Some("CUDA_ERROR_INVALID_VALUE".to_owned()));
+        } else {
+            communicator.mapped(sessions[0], None);
+            communicator.mapped(sessions[1], None);
+            communicator.take_effects();
+            if fails_at == 1 {
+                communicator.tested(1, Err((vec![rank], "wrong data".to_owned())));
+            } else {
+                communicator.expire(Instant::now() + 101 * MS);
+            }
+        }
+        let effects = communicator.take_effects();
+        let told = effects.iter().filter(|effect| {
+            matches!(effect, Effect::Ended { end, .. }
+                if matches!(end.cause, EndCause::Ineligible { .. }) && end.cause.is_of_forming())
+        });
+        assert_eq!(told.count(), 2, "{effects:?}");
+        assert_eq!(communicator.epoch(), 2);
+    }
+}
+
+#[test]
+fn a_window_that_is_never_mapped_is_missed() {
+    let (mut communicator, sessions) = cuda_ranks();
+    communicator.mapped(sessions[0], None);
+    communicator.expire(Instant::now() + 101 * MS);
+    let effects = communicator.take_effects();
+    let Some(Effect::Ended { end, .. }) = effects.first() else {
+        panic!("{effects:?}");
+    };
+    assert_eq!(end.cause.missing().len(), 1);
+    assert_eq!(end.cause.rank().map(Rank::get), Some(1));
+}
+
+#[test]
+fn a_launch_that_fails_answers_everyone() {
+    let mut harness = Harness::new(2);
+    for rank in 0..2 {
+        let call = harness.call(rank, 1);
+        harness.communicator.all_reduce(call, harness.now);
+    }
+    let effects = harness.communicator.take_effects();
+    let Some(Effect::Launch(launch)) = effects.first() else {
+        panic!("{effects:?}");
+    };
+    harness
+        .communicator
+        .launch_failed(launch, None, "out of resources".to_owned());
+    let effects = harness.communicator.take_effects();
+    assert_eq!(errors(&effects).len(), 2, "{effects:?}");
+    assert_eq!(harness.communicator.epoch(), 2);
 }
 
 fn errors(effects: &[Effect<u32>]) -> Vec<CallError> {
@@ -431,8 +548,16 @@ fn buffers_belong_to_sessions_and_wait_for_calls() {
     let (all, _) = harness.communicator.allocate(one, 4000).unwrap();
     harness.communicator.release(one, all).unwrap();
 
-    let handle = harness.communicator.keep_memory(other, 1, 1000).unwrap();
-    assert!(harness.communicator.keep_memory(other, 0, 1000).is_err());
+    let handle = harness
+        .communicator
+        .keep_memory(other, Some(1), 1000)
+        .unwrap();
+    assert!(
+        harness
+            .communicator
+            .keep_memory(other, Some(0), 1000)
+            .is_err()
+    );
     for (offset, length) in [(8, 8), (992, 16), (u64::MAX - 15, 32)] {
         let result = harness.communicator.register(other, handle, offset, length);
         assert!(result.is_err(), "{offset} {length}");
@@ -497,6 +622,7 @@ proptest! {
                         assert!(before <= sequence, "done went back");
                     }
                     Effect::Ready { .. }
+                    | Effect::Test { .. }
                     | Effect::Ended { .. }
                     | Effect::ForgetMemory { .. }
                     | Effect::Forget { .. } => {}

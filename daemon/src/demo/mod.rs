@@ -6,7 +6,7 @@
 mod verify;
 mod worker;
 
-use crate::backend::host::Fault;
+use crate::backend::Fault;
 use crate::children::{ChildError, Children};
 use crate::private::{PrivateDaemon, StartError};
 use crate::spread::{Spread, time};

@@ -8,16 +8,18 @@
 mod companion;
 mod task;
 
-pub(crate) use task::{Handle, JoinedAs, StatsReport, Stopped, Tell, exhausted};
+pub(crate) use task::{
+    ArenaAt, Handle, JoinedAs, RegisterCuda, StatsReport, Stopped, Tell, exhausted,
+};
 
-use crate::backend::host::Fault;
-use crate::config::{CommunicatorConfig, Host, Log};
+use crate::backend::Fault;
+use crate::config::{CommunicatorConfig, CudaConfig, Host, Log};
 use crate::health::HealthTable;
 use crate::listen::{Access, ListenError, accept, bind_seqpacket, bind_stream};
 use crate::rpc::executor_routes;
 use crate::wire::{announce_ready, read_line, stdin_ended};
-use allreduce_contract::WorldSize;
 use allreduce_contract::companion::TOKEN_LEN;
+use allreduce_contract::{Backend, UnknownName, WorldSize};
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::PathBuf;
@@ -31,6 +33,7 @@ use tokio::signal::unix::{SignalKind, signal};
 pub(crate) struct ExecutorSpec {
     pub(crate) communicator_name: String,
     world_size: u32,
+    backend: String,
     pub(crate) backend_reason: String,
     pub(crate) incarnation: u64,
     pub(crate) token: [u8; TOKEN_LEN],
@@ -40,6 +43,7 @@ pub(crate) struct ExecutorSpec {
     pub(crate) group: Option<u32>,
     pub(crate) communicator: CommunicatorConfig,
     pub(crate) host: Host,
+    pub(crate) cuda: CudaConfig,
     pub(crate) log: Log,
     pub(crate) drain_timeout_ms: u32,
     pub(crate) fault: Option<Fault>,
@@ -49,6 +53,7 @@ pub(crate) struct ExecutorSpec {
 pub(crate) struct Identity {
     pub(crate) communicator_name: String,
     pub(crate) world_size: WorldSize,
+    pub(crate) backend: Backend,
     pub(crate) backend_reason: String,
     pub(crate) incarnation: u64,
     pub(crate) token: [u8; TOKEN_LEN],
@@ -66,6 +71,7 @@ impl ExecutorSpec {
         Self {
             communicator_name: identity.communicator_name,
             world_size: identity.world_size.get(),
+            backend: identity.backend.to_string(),
             backend_reason: identity.backend_reason,
             incarnation: identity.incarnation,
             token: identity.token,
@@ -75,6 +81,7 @@ impl ExecutorSpec {
             group,
             communicator: config.communicator.clone(),
             host: config.host.clone(),
+            cuda: config.cuda.clone(),
             log: config.log.clone(),
             drain_timeout_ms: config.shutdown.drain_timeout_ms,
             fault,
@@ -84,6 +91,11 @@ impl ExecutorSpec {
     /// The world size; [`read_spec`] checked it.
     pub(crate) fn world_size(&self) -> WorldSize {
         WorldSize::new(self.world_size).unwrap_or(WorldSize::ONE)
+    }
+
+    /// The backend; [`read_spec`] checked it.
+    pub(crate) fn backend(&self) -> Backend {
+        self.backend.parse().unwrap_or(Backend::Host)
     }
 }
 
@@ -98,13 +110,21 @@ pub(crate) enum ExecutorError {
     Io(#[from] io::Error),
     #[error("serving: {0}")]
     Serve(#[from] tonic::transport::Error),
+    #[error("{0}")]
+    Gpu(String),
 }
+
+/// How long ranks have to be told before a process whose GPU is lost ends.
+const LAST_WORDS: Duration = Duration::from_millis(300);
 
 /// Reads the spec, one line of JSON.
 pub(crate) fn read_spec() -> Result<ExecutorSpec, ExecutorError> {
     let spec: ExecutorSpec = read_line().map_err(ExecutorError::Spec)?;
-    WorldSize::new(spec.world_size)
-        .map_err(|error| ExecutorError::Spec(io::Error::other(error)))?;
+    let bad =
+        |error: &dyn std::fmt::Display| ExecutorError::Spec(io::Error::other(error.to_string()));
+    WorldSize::new(spec.world_size).map_err(|error| bad(&error))?;
+    let backend: Result<Backend, UnknownName> = spec.backend.parse();
+    backend.map_err(|error| bad(&error))?;
     Ok(spec)
 }
 
@@ -127,8 +147,8 @@ async fn serve(spec: Arc<ExecutorSpec>) -> Result<(), ExecutorError> {
     let (companion_listener, _companion) = bind_seqpacket(&spec.companion, access)?;
     let listener = tokio::net::UnixListener::from_std(listener)?;
 
-    let (task, handle) = Task::new(Arc::clone(&spec));
     let health = HealthTable::new();
+    let (task, handle) = Task::new(Arc::clone(&spec), health.clone())?;
     let routes = executor_routes(&spec, &handle, &health);
     let server = tonic::transport::Server::builder()
         // A rank has its calls in flight, an Attach and a few others; each stream may hold a message.
@@ -166,6 +186,14 @@ async fn serve(spec: Arc<ExecutorSpec>) -> Result<(), ExecutorError> {
                 match end {
                     TaskEnd::Idle => tracing::info!("no rank for the idle timeout: exiting"),
                     TaskEnd::Drained => tracing::info!("drained: exiting"),
+                    TaskEnd::Lost(reason) => {
+                        tracing::error!(reason, "the GPU is lost to this process: exiting");
+                        health.set_all_not_serving();
+                        // The ranks' streams still have it to tell.
+                        let serving = async { tokio::select! { _ = &mut server => {}, () = &mut companion => {} } };
+                        let _ = tokio::time::timeout(LAST_WORDS, serving).await;
+                        return Err(ExecutorError::Gpu(reason));
+                    }
                 }
                 return Ok(());
             }

@@ -1,22 +1,26 @@
 //! The executor's one task: all transitions of the communicator and all its memory.
 //!
-//! Owns the [`Communicator`], the windows and the pool. The rpc services and the companion socket talk
+//! Owns the [`Communicator`] and the [`Backend`]: windows, threads, GPUs. The rpc services and the companion socket talk
 //! to it through a [`Handle`]; it answers through oneshots, and tells ranks through their
 //! [`Tell`] channels. Small reductions run right here: handing them over would cost more.
 
-use crate::backend::host::{Fault, Job, Pool, Window};
+use crate::backend::Fault;
+use crate::backend::cuda::{self, CudaBackend, Freed, GpuTrouble};
+use crate::backend::host::{Job, Pool, Window};
 use crate::communicator::{
-    BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, JoinError, Joining,
-    Launch, Quantiles, RankStats, Reduced, ReductionKind, SessionInfo, Settings, Stats,
+    BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, GpuError, JoinError,
+    Joining, Launch, Quantiles, RankStats, Reduced, ReductionKind, SessionInfo, Settings, Stats,
 };
 use crate::config::ms;
 use crate::executor::ExecutorSpec;
+use crate::health::HealthTable;
 use crate::plan::{LaneChoice, choose_lane};
 use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
+use allreduce_contract::cuda::ImportedMemory;
 use allreduce_contract::memory::{MemoryError, SealedMemory};
-use allreduce_contract::v1::{ErrorCode, Hello};
-use allreduce_contract::window::ABI_VERSION;
-use allreduce_contract::{Algorithm, Backend, Lane, Rank};
+use allreduce_contract::v1::{CudaMemory, ErrorCode, Hello};
+use allreduce_contract::window::{ABI_VERSION, Control};
+use allreduce_contract::{Algorithm, Backend as BackendKind, Lane, Rank};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -26,10 +30,17 @@ use tokio::sync::{mpsc, oneshot};
 /// A timer that fires later than this says that the process did not run.
 const LATE: Duration = Duration::from_millis(50);
 
+/// How often GPUs with work on them are looked at.
+const GPU_POLL: Duration = Duration::from_millis(1);
+
 /// What a rank is told on its Attach stream.
 #[derive(Debug, Clone)]
 pub(crate) enum Tell {
-    Ready { epoch: u64, lane: LaneChoice },
+    Ready {
+        epoch: u64,
+        lane: LaneChoice,
+        warnings: Vec<String>,
+    },
     Ended(EpochEnd),
     Drain,
 }
@@ -42,7 +53,26 @@ pub(crate) struct JoinedAs {
     pub(crate) epoch: u64,
     pub(crate) control_len_bytes: u64,
     pub(crate) arena_len_bytes: u64,
+    pub(crate) arena: ArenaAt,
     pub(crate) told: mpsc::UnboundedReceiver<Tell>,
+}
+
+/// Where a rank finds its arena.
+#[derive(Debug)]
+pub(crate) enum ArenaAt {
+    /// On the companion socket.
+    Companion,
+    /// In GPU memory, whose first bytes hold the nonce.
+    Cuda { memory: CudaMemory, nonce: u64 },
+}
+
+/// A rank's allocation, to be registered.
+#[derive(Debug)]
+pub(crate) struct RegisterCuda {
+    pub(crate) session: u64,
+    pub(crate) memory: CudaMemory,
+    pub(crate) offset_bytes: u64,
+    pub(crate) len_bytes: u64,
 }
 
 /// What Admin shows.
@@ -56,6 +86,7 @@ pub(crate) struct StatsReport {
     pub(crate) ranks: Vec<RankReport>,
     pub(crate) errors: Vec<(ErrorCode, u64)>,
     pub(crate) window_bytes: u64,
+    pub(crate) warnings: Vec<String>,
 }
 
 /// One rank of a [`StatsReport`].
@@ -69,17 +100,37 @@ pub(crate) struct RankReport {
 }
 
 pub(crate) type CallReply = oneshot::Sender<Result<Reduced, CallError>>;
+type JoinReply = oneshot::Sender<Result<JoinedAs, JoinError>>;
+type StreamReply = oneshot::Sender<Result<(u64, Vec<Vec<u8>>), BufferError>>;
 
 /// What the task is asked. Each carries where the answer goes.
 #[derive(Debug)]
 enum Command {
     Join {
         hello: Box<Hello>,
-        reply: oneshot::Sender<Result<JoinedAs, JoinError>>,
+        reply: JoinReply,
+    },
+    /// The CUDA thread has made a window.
+    Prepared {
+        joining: Box<Joining>,
+        has_mps: bool,
+        reply: JoinReply,
+        window: Result<Box<cuda::Window>, GpuError>,
+    },
+    Mapped {
+        session: u64,
+        error: Option<String>,
+    },
+    /// The CUDA thread has tested an epoch's windows.
+    Tested {
+        sessions: Vec<u64>,
+        epoch: u64,
+        verdict: cuda::Verdict,
     },
     Detach {
         session: u64,
         how: Gone,
+        reply: oneshot::Sender<()>,
     },
     Allocate {
         session: u64,
@@ -92,6 +143,32 @@ enum Command {
         offset_bytes: u64,
         len_bytes: u64,
         reply: oneshot::Sender<Result<u64, BufferError>>,
+    },
+    RegisterCuda {
+        request: RegisterCuda,
+        reply: oneshot::Sender<Result<u64, BufferError>>,
+    },
+    /// The CUDA thread has mapped a rank's allocation.
+    Imported {
+        request: RegisterCuda,
+        import: Result<Arc<ImportedMemory>, BufferError>,
+        reply: oneshot::Sender<Result<u64, BufferError>>,
+    },
+    OpenStream {
+        session: u64,
+        ready_handles: Vec<Vec<u8>>,
+        reply: StreamReply,
+    },
+    /// The CUDA thread has opened a stream's events.
+    RingOpened {
+        session: u64,
+        ring: Result<(cuda::Ring, Vec<Vec<u8>>), BufferError>,
+        reply: StreamReply,
+    },
+    CloseStream {
+        session: u64,
+        stream_id: u64,
+        reply: oneshot::Sender<Result<(), BufferError>>,
     },
     Release {
         session: u64,
@@ -161,8 +238,56 @@ impl Handle {
         self.ask(|reply| Command::Join { hello, reply }).await
     }
 
+    /// A rank has mapped its window, or could not.
+    pub(crate) async fn mapped(&self, session: u64, error: Option<String>) {
+        self.tell(Command::Mapped { session, error }).await;
+    }
+
+    /// Detaches a session, and waits until its memory is free.
     pub(crate) async fn detach(&self, session: u64, how: Gone) {
-        self.tell(Command::Detach { session, how }).await;
+        // An executor that is exiting frees everything.
+        let _ = self
+            .ask(|reply| Command::Detach {
+                session,
+                how,
+                reply,
+            })
+            .await;
+    }
+
+    pub(crate) async fn register_cuda(
+        &self,
+        request: RegisterCuda,
+    ) -> Result<Result<u64, BufferError>, Stopped> {
+        self.ask(|reply| Command::RegisterCuda { request, reply })
+            .await
+    }
+
+    /// Answers the stream's id and the handles of its done events.
+    pub(crate) async fn open_stream(
+        &self,
+        session: u64,
+        ready_handles: Vec<Vec<u8>>,
+    ) -> Result<Result<(u64, Vec<Vec<u8>>), BufferError>, Stopped> {
+        self.ask(|reply| Command::OpenStream {
+            session,
+            ready_handles,
+            reply,
+        })
+        .await
+    }
+
+    pub(crate) async fn close_stream(
+        &self,
+        session: u64,
+        stream_id: u64,
+    ) -> Result<Result<(), BufferError>, Stopped> {
+        self.ask(|reply| Command::CloseStream {
+            session,
+            stream_id,
+            reply,
+        })
+        .await
     }
 
     pub(crate) async fn allocate(
@@ -268,22 +393,64 @@ impl Handle {
 }
 
 /// Why the task ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum TaskEnd {
     /// No rank for the idle timeout.
     Idle,
     /// Told to drain, or without a supervisor, and every rank has left.
     Drained,
+    /// A GPU does not go on, or a context is lost: only another process helps.
+    Lost(String),
+}
+
+/// The memory of the host backend, and the threads that share its large reductions.
+struct HostBackend {
+    windows: HashMap<u64, Window>,
+    pool: Option<Pool>,
+    max_threads: usize,
+}
+
+/// Where windows live and who reduces.
+enum Backend {
+    Host(HostBackend),
+    Cuda(CudaBackend),
+}
+
+impl Backend {
+    fn control(&self, session: u64) -> Option<&Control> {
+        match self {
+            Backend::Host(host) => host.windows.get(&session).map(|window| &window.control),
+            Backend::Cuda(cuda) => cuda.window(session).map(|window| &window.control),
+        }
+    }
+
+    fn window_bytes(&self) -> u64 {
+        match self {
+            Backend::Host(host) => host
+                .windows
+                .values()
+                .map(|window| window.arena_len_bytes() + window.control_len_bytes())
+                .sum(),
+            Backend::Cuda(cuda) => cuda.window_bytes(),
+        }
+    }
 }
 
 /// The task's state.
 pub(crate) struct Task {
     spec: Arc<ExecutorSpec>,
     communicator: Communicator<CallReply>,
-    windows: HashMap<u64, Window>,
+    backend: Backend,
+    health: HealthTable,
     told: HashMap<u64, mpsc::UnboundedSender<Tell>>,
-    pool: Option<Pool>,
-    max_threads: usize,
+    /// By session and memory: told when the memory is unmapped.
+    releasing: HashMap<(u64, u64), oneshot::Sender<Result<(), BufferError>>>,
+    /// By session: told when its memory is free.
+    detaching: HashMap<u64, oneshot::Sender<()>>,
+    /// By session: whether the rank's process is a client of MPS.
+    has_mps: HashMap<u64, bool>,
+    warnings: Vec<String>,
+    lost: Option<String>,
     reductions: u64,
     commands: mpsc::Receiver<Command>,
     own: mpsc::WeakSender<Command>,
@@ -295,7 +462,10 @@ pub(crate) struct Task {
 }
 
 impl Task {
-    pub(crate) fn new(spec: Arc<ExecutorSpec>) -> (Self, Handle) {
+    pub(crate) fn new(
+        spec: Arc<ExecutorSpec>,
+        health: HealthTable,
+    ) -> std::io::Result<(Self, Handle)> {
         let (sender, commands) = mpsc::channel(1024);
         let max_threads = match spec.host.reduce_threads {
             0 => std::thread::available_parallelism()
@@ -304,7 +474,7 @@ impl Task {
             threads => threads as usize,
         };
         let settings = Settings {
-            backend: Backend::Host,
+            backend: spec.backend(),
             world_size: spec.world_size(),
             max_in_flight: u64::from(spec.communicator.max_in_flight),
             max_buffers: u64::from(spec.communicator.max_buffers),
@@ -317,10 +487,23 @@ impl Task {
         };
         let task = Self {
             communicator: Communicator::new(settings),
-            windows: HashMap::new(),
+            backend: match spec.backend() {
+                BackendKind::Host => Backend::Host(HostBackend {
+                    windows: HashMap::new(),
+                    pool: None,
+                    max_threads,
+                }),
+                BackendKind::Cuda => {
+                    Backend::Cuda(CudaBackend::start(spec.cuda.clone(), spec.world_size())?)
+                }
+            },
+            health,
             told: HashMap::new(),
-            pool: None,
-            max_threads,
+            releasing: HashMap::new(),
+            detaching: HashMap::new(),
+            has_mps: HashMap::new(),
+            warnings: Vec::new(),
+            lost: None,
             reductions: 0,
             commands,
             own: sender.downgrade(),
@@ -329,19 +512,26 @@ impl Task {
             idle_since: Instant::now(),
             spec,
         };
-        (task, handle)
+        Ok((task, handle))
     }
 
     /// Runs until there is nothing left to own.
     pub(crate) async fn run(mut self) -> TaskEnd {
         loop {
+            if let Some(reason) = self.lost.take() {
+                return TaskEnd::Lost(reason);
+            }
             let idle = self.communicator.num_sessions() == 0;
             if (self.draining || self.orphaned) && idle {
                 return TaskEnd::Drained;
             }
             let idle_deadline =
                 idle.then(|| self.idle_since + ms(self.spec.communicator.idle_timeout_ms));
-            let deadline = [self.communicator.next_deadline(), idle_deadline]
+            let poll = match &self.backend {
+                Backend::Cuda(cuda) if cuda.is_active() => Some(Instant::now() + GPU_POLL),
+                Backend::Cuda(_) | Backend::Host(_) => None,
+            };
+            let deadline = [self.communicator.next_deadline(), idle_deadline, poll]
                 .into_iter()
                 .flatten()
                 .min();
@@ -364,6 +554,7 @@ impl Task {
                             }
                         }
                         self.communicator.expire(now);
+                        self.look_at_gpus();
                         self.carry_out();
                         continue;
                     }
@@ -380,13 +571,39 @@ impl Task {
     fn handle(&mut self, command: Command) {
         // Who asked may have gone meanwhile: an answer that nobody takes is dropped.
         match command {
-            Command::Join { hello, reply } => {
-                // A rank whose connection ended while it joined has nobody to detach it.
-                if let Err(Ok(joined)) = reply.send(self.join(&hello)) {
-                    self.communicator.detach(joined.session, Gone::Disconnected);
-                }
+            Command::Join { hello, reply } => self.join(&hello, reply),
+            Command::Prepared {
+                joining,
+                has_mps,
+                reply,
+                window,
+            } => {
+                let rank = joining.rank;
+                let window = window.map_err(|source| JoinError::Gpu { rank, source });
+                let joined = window.and_then(|window| {
+                    self.communicator.may_join(rank)?;
+                    self.has_mps.insert(joining.session, has_mps);
+                    self.admit(*joining, Made::Cuda(window))
+                });
+                self.answer_join(reply, joined);
             }
-            Command::Detach { session, how } => self.communicator.detach(session, how),
+            Command::Mapped { session, error } => self.communicator.mapped(session, error),
+            Command::Tested {
+                sessions,
+                epoch,
+                verdict,
+            } => self.tested(sessions, epoch, verdict),
+            Command::Detach {
+                session,
+                how,
+                reply,
+            } => {
+                // Dropped, and so answered, if there is no such session.
+                if self.told.contains_key(&session) {
+                    self.detaching.insert(session, reply);
+                }
+                self.communicator.detach(session, how);
+            }
             Command::Allocate {
                 session,
                 len_bytes,
@@ -406,19 +623,63 @@ impl Task {
                         .register(session, handle, offset_bytes, len_bytes);
                 let _ = reply.send(registered);
             }
+            Command::RegisterCuda { request, reply } => self.import(request, reply),
+            Command::Imported {
+                request,
+                import,
+                reply,
+            } => {
+                let registered = import.and_then(|import| self.register_import(&request, import));
+                let _ = reply.send(registered);
+            }
+            Command::OpenStream {
+                session,
+                ready_handles,
+                reply,
+            } => self.open_stream(session, &ready_handles, reply),
+            Command::RingOpened {
+                session,
+                ring,
+                reply,
+            } => {
+                let _ = reply
+                    .send(ring.and_then(|(ring, handles)| self.keep_ring(session, ring, handles)));
+            }
+            Command::CloseStream {
+                session,
+                stream_id,
+                reply,
+            } => {
+                let closed = match &mut self.backend {
+                    Backend::Cuda(cuda) => cuda.close_ring(session, stream_id),
+                    Backend::Host(_) => false,
+                };
+                let unknown = BufferError::UnknownStream { session, stream_id };
+                let _ = reply.send(if closed { Ok(()) } else { Err(unknown) });
+            }
             Command::Release {
                 session,
                 buffer_id,
                 reply,
-            } => {
-                let _ = reply.send(self.communicator.release(session, buffer_id));
-            }
+            } => match (self.communicator.release(session, buffer_id), &self.backend) {
+                // The worker may free its memory when this is answered.
+                (Ok(Some(memory)), Backend::Cuda(_)) => {
+                    self.releasing.insert((session, memory), reply);
+                }
+                (released, _) => {
+                    let _ = reply.send(released.map(|_| ()));
+                }
+            },
             Command::AllReduce(mut call) => {
                 // SYNC: ready, through Control::is_ready.
-                let window = self.windows.get(&call.session);
+                let control = self.backend.control(call.session);
                 call.unsignalled = call
                     .unsignalled
-                    .filter(|value| window.is_some_and(|window| !window.control.is_ready(*value)));
+                    .filter(|value| control.is_some_and(|control| !control.is_ready(*value)));
+                call.is_ticket_known = match (&self.backend, call.ticket) {
+                    (Backend::Cuda(cuda), Some(ticket)) => cuda.knows(call.session, ticket),
+                    (Backend::Host(_), _) | (_, None) => false,
+                };
                 self.communicator.all_reduce(*call, Instant::now());
             }
             Command::Reduced { launch, took } => self.communicator.reduced(&launch, took),
@@ -455,7 +716,64 @@ impl Task {
         }
     }
 
-    fn join(&mut self, hello: &Hello) -> Result<JoinedAs, JoinError> {
+    /// Joins a rank; on backend cuda the answer comes when its window is made.
+    fn join(&mut self, hello: &Hello, reply: JoinReply) {
+        let joining = match self.check_hello(hello) {
+            Ok(joining) => joining,
+            Err(error) => {
+                let _ = reply.send(Err(error));
+                return;
+            }
+        };
+        let world_size = self.spec.world_size();
+        let (rank, epoch) = (joining.rank, self.communicator.epoch());
+        match &self.backend {
+            Backend::Host(_) => {
+                let joined = Window::create(rank, world_size, epoch, joining.arena_len_bytes)
+                    .map_err(|source| JoinError::Memory { rank, source })
+                    .and_then(|window| self.admit(joining, Made::Host(Box::new(window))));
+                self.answer_join(reply, joined);
+            }
+            Backend::Cuda(cuda) => {
+                let spec = cuda::WindowSpec {
+                    rank,
+                    world_size,
+                    epoch,
+                    arena_len_bytes: joining.arena_len_bytes,
+                    regions: cuda.regions(),
+                    // As hard to guess as the session it is made with, and told to the same rank only.
+                    nonce: joining.session.rotate_left(32) ^ 0x5bd1_e995_97f4_a7c1,
+                };
+                let uuid = hello.device_uuid.clone();
+                let has_mps = hello.has_mps;
+                let own = self.own.clone();
+                cuda.submit(
+                    "making a GPU window",
+                    move |devices| devices.create_window(&uuid, &spec).map(Box::new),
+                    move |window| {
+                        tell_task(
+                            &own,
+                            Command::Prepared {
+                                joining: Box::new(joining),
+                                has_mps,
+                                reply,
+                                window,
+                            },
+                        );
+                    },
+                );
+            }
+        }
+    }
+
+    fn answer_join(&mut self, reply: JoinReply, joined: Result<JoinedAs, JoinError>) {
+        // A rank whose connection ended while it joined has nobody to detach it.
+        if let Err(Ok(joined)) = reply.send(joined) {
+            self.communicator.detach(joined.session, Gone::Disconnected);
+        }
+    }
+
+    fn check_hello(&self, hello: &Hello) -> Result<Joining, JoinError> {
         if self.draining {
             return Err(JoinError::Draining);
         }
@@ -482,72 +800,332 @@ impl Task {
             .map(|lane| Lane::from_wire(*lane))
             .collect::<Result<_, _>>()
             .map_err(JoinError::BadLane)?;
-        let lane = choose_lane(Backend::Host, &wanted).map_err(JoinError::Plan)?;
+        let lane = choose_lane(self.spec.backend(), &wanted).map_err(JoinError::Plan)?;
         self.communicator.may_join(rank)?;
-        let limit = self.spec.host.max_arena_len_bytes;
+        let (default, limit, key) = match self.spec.backend() {
+            BackendKind::Host => {
+                let host = &self.spec.host;
+                (host.arena_len_bytes, host.max_arena_len_bytes, "host")
+            }
+            BackendKind::Cuda => {
+                let cuda = &self.spec.cuda;
+                (cuda.arena_len_bytes, cuda.max_arena_len_bytes, "cuda")
+            }
+        };
         let asked = match hello.arena_len_bytes {
-            0 => self.spec.host.arena_len_bytes,
+            0 => default,
             asked => asked,
         };
         if asked > limit {
-            return Err(JoinError::ArenaLimit { asked, limit });
+            return Err(JoinError::ArenaLimit { asked, limit, key });
         }
-        let window = Window::create(rank, world_size, self.communicator.epoch(), asked)
-            .map_err(|source| JoinError::Memory { rank, source })?;
-        let arena_len_bytes = window.arena_len_bytes();
-        let joining = Joining {
+        Ok(Joining {
             session: u64::from_le_bytes(crate::random::bytes().map_err(JoinError::NoSession)?),
             rank,
             lane,
-            arena_len_bytes,
+            arena_len_bytes: asked,
             pid: hello.pid,
             client_name: shortened(&hello.client_name),
+        })
+    }
+
+    /// Takes a rank in with the window that was made for it.
+    fn admit(&mut self, mut joining: Joining, window: Made) -> Result<JoinedAs, JoinError> {
+        let (rank, pid) = (joining.rank, joining.pid);
+        joining.arena_len_bytes = match &window {
+            Made::Host(window) => window.arena_len_bytes(),
+            Made::Cuda(window) => window.arena_len_bytes(),
         };
+        let arena_len_bytes = joining.arena_len_bytes;
         let (session, epoch) = self.communicator.join(joining, Instant::now())?;
         let (sender, told) = mpsc::unbounded_channel();
-        let control_len_bytes = window.control_len_bytes();
-        self.windows.insert(session, window);
         self.told.insert(session, sender);
-        tracing::info!(%rank, epoch, pid = hello.pid, arena_len_bytes, "rank joined");
+        let (control_len_bytes, arena) = match (window, &mut self.backend) {
+            (Made::Host(window), Backend::Host(host)) => {
+                let len_bytes = window.control_len_bytes();
+                host.windows.insert(session, *window);
+                (len_bytes, ArenaAt::Companion)
+            }
+            (Made::Cuda(window), Backend::Cuda(cuda)) => {
+                let len_bytes = window.control_len_bytes();
+                let memory = CudaMemory {
+                    ipc_handle: window.arena_handle.to_vec(),
+                    generation: window.generation,
+                    len_bytes: arena_len_bytes,
+                    device_uuid: window.gpu.device().uuid().to_owned(),
+                };
+                let nonce = window.nonce;
+                cuda.keep_window(session, *window);
+                (len_bytes, ArenaAt::Cuda { memory, nonce })
+            }
+            // A backend makes its own windows.
+            (Made::Host(_), Backend::Cuda(_)) | (Made::Cuda(_), Backend::Host(_)) => {
+                (0, ArenaAt::Companion)
+            }
+        };
+        tracing::info!(%rank, epoch, pid, arena_len_bytes, "rank joined");
         Ok(JoinedAs {
             rank,
             session,
             epoch,
             control_len_bytes,
             arena_len_bytes,
+            arena,
             told,
         })
     }
 
+    // CUDA.
+
+    fn test(&mut self, sessions: Vec<u64>, epoch: u64) {
+        let Backend::Cuda(cuda) = &self.backend else {
+            return;
+        };
+        let windows: Vec<Arc<cuda::Window>> = sessions
+            .iter()
+            .filter_map(|session| cuda.window(*session).cloned())
+            .collect();
+        let config = cuda.config().clone();
+        let timeout = ms(self.spec.communicator.default_timeout_ms);
+        let own = self.own.clone();
+        cuda.submit(
+            "testing the GPUs",
+            move |_| cuda::test(&windows, &config, epoch, timeout),
+            move |verdict| {
+                tell_task(
+                    &own,
+                    Command::Tested {
+                        sessions,
+                        epoch,
+                        verdict,
+                    },
+                );
+            },
+        );
+    }
+
+    fn tested(&mut self, sessions: Vec<u64>, epoch: u64, verdict: cuda::Verdict) {
+        let Backend::Cuda(cuda) = &mut self.backend else {
+            return;
+        };
+        if epoch != self.communicator.epoch() {
+            return;
+        }
+        let verdict = verdict.and_then(|limits| {
+            self.warnings = cuda.warnings(&sessions, &self.has_mps);
+            cuda.begin_epoch(epoch, sessions)
+                .map(|()| limits)
+                .map_err(|error| (Vec::new(), error.to_string()))
+        });
+        if verdict.is_ok() {
+            for warning in &self.warnings {
+                tracing::warn!("{warning}");
+            }
+            let name = format!("executor/{}/mps", self.spec.communicator_name);
+            self.health.set(&name, self.warnings.is_empty());
+        }
+        self.communicator.tested(epoch, verdict);
+    }
+
+    fn import(&mut self, request: RegisterCuda, reply: oneshot::Sender<Result<u64, BufferError>>) {
+        let Backend::Cuda(cuda) = &self.backend else {
+            let _ = reply.send(Err(BufferError::WrongBackend {
+                what: "registering GPU memory",
+                needed: BackendKind::Cuda,
+                backend: self.spec.backend(),
+            }));
+            return;
+        };
+        let handle = cuda::ipc_handle(&request.memory.ipc_handle);
+        let window = cuda.window(request.session).cloned();
+        let unknown = BufferError::UnknownSession(request.session);
+        let (handle, window) = match (handle, window) {
+            (Ok(handle), Some(window)) => (handle, window),
+            (Err(error), _) => {
+                let _ = reply.send(Err(error));
+                return;
+            }
+            (_, None) => {
+                let _ = reply.send(Err(unknown));
+                return;
+            }
+        };
+        let own = self.own.clone();
+        let uuid = request.memory.device_uuid.clone();
+        cuda.submit(
+            "mapping a rank's memory",
+            move |devices| devices.import(&window, &uuid, handle),
+            move |import| {
+                let command = Command::Imported {
+                    request,
+                    import,
+                    reply,
+                };
+                tell_task(&own, command);
+            },
+        );
+    }
+
+    fn register_import(
+        &mut self,
+        request: &RegisterCuda,
+        import: Arc<ImportedMemory>,
+    ) -> Result<u64, BufferError> {
+        let RegisterCuda {
+            session,
+            ref memory,
+            offset_bytes,
+            len_bytes,
+        } = *request;
+        if memory.len_bytes > import.len_bytes() {
+            return Err(BufferError::BadMemory(format!(
+                "it was announced with {} bytes and has {}",
+                memory.len_bytes,
+                import.len_bytes()
+            )));
+        }
+        let handle = self
+            .communicator
+            .keep_memory(session, None, memory.len_bytes)?;
+        let registered = self
+            .communicator
+            .register(session, handle, offset_bytes, len_bytes);
+        match (&registered, &mut self.backend) {
+            (Ok(_), Backend::Cuda(cuda)) => cuda.keep_import(session, handle, import),
+            (_, _) => self.communicator.forget_memory(session, handle),
+        }
+        registered
+    }
+
+    fn open_stream(&mut self, session: u64, handles: &[Vec<u8>], reply: StreamReply) {
+        let Backend::Cuda(cuda) = &self.backend else {
+            let _ = reply.send(Err(BufferError::WrongBackend {
+                what: "OpenStream",
+                needed: BackendKind::Cuda,
+                backend: self.spec.backend(),
+            }));
+            return;
+        };
+        let window = cuda.window(session).cloned();
+        let window = window.ok_or(BufferError::UnknownSession(session));
+        let opening = cuda::ready_handles(handles).and_then(|handles| Ok((handles, window?)));
+        let (handles, window) = match opening {
+            Ok(opening) => opening,
+            Err(error) => {
+                let _ = reply.send(Err(error));
+                return;
+            }
+        };
+        let own = self.own.clone();
+        cuda.submit(
+            "opening a stream's events",
+            move |_| {
+                cuda::Ring::open(&window, &handles).map(|(ring, done)| {
+                    let done = done.into_iter().map(|handle| handle.to_vec());
+                    (ring, done.collect())
+                })
+            },
+            move |ring| {
+                let command = Command::RingOpened {
+                    session,
+                    ring,
+                    reply,
+                };
+                tell_task(&own, command);
+            },
+        );
+    }
+
+    fn keep_ring(
+        &mut self,
+        session: u64,
+        ring: cuda::Ring,
+        handles: Vec<Vec<u8>>,
+    ) -> Result<(u64, Vec<Vec<u8>>), BufferError> {
+        self.communicator.may_use(session)?;
+        match &mut self.backend {
+            Backend::Cuda(cuda) => Ok((cuda.keep_ring(session, ring)?, handles)),
+            Backend::Host(_) => Err(BufferError::UnknownSession(session)),
+        }
+    }
+
+    /// Carries out what waited for the GPUs, and notices what went wrong on them.
+    fn look_at_gpus(&mut self) {
+        let Backend::Cuda(cuda) = &mut self.backend else {
+            return;
+        };
+        let trouble = match cuda.stuck_in() {
+            Some(what) => Err(GpuTrouble::Lost {
+                rank: None,
+                reason: format!(
+                    "{what} did not end within {} ms (cuda.setup_timeout_ms)",
+                    self.spec.cuda.setup_timeout_ms
+                ),
+            }),
+            None => cuda.poll(),
+        };
+        if let Err(trouble) = trouble {
+            let epoch = self.communicator.epoch();
+            let (rank, reason) = self.note(trouble);
+            self.communicator.gpu_failed(epoch, rank, reason);
+        }
+    }
+
+    /// Splits a trouble; one that this process does not survive ends it after ranks were told.
+    fn note(&mut self, trouble: GpuTrouble) -> (Option<Rank>, String) {
+        match trouble {
+            GpuTrouble::Aborted { rank, reason } => (rank, reason),
+            GpuTrouble::Lost { rank, reason } => {
+                self.lost = Some(reason.clone());
+                (rank, reason)
+            }
+        }
+    }
+
     fn region(&self, session: u64, rank: u32, kind: Kind) -> Result<(OwnedFd, u64), Refusal> {
-        let window = self
-            .windows
-            .get(&session)
-            .filter(|_| self.communicator.owns(session, rank))
-            .ok_or(Refusal::UnknownSession)?;
-        let (fd, len_bytes) = match kind {
-            Kind::Control => (window.control_fd(), window.control_len_bytes()),
-            Kind::Arena => (window.arena_fd(), window.arena_len_bytes()),
-            Kind::Hand => return Err(Refusal::Malformed),
+        if !self.communicator.owns(session, rank) {
+            return Err(Refusal::UnknownSession);
+        }
+        let (fd, len_bytes) = match &self.backend {
+            Backend::Host(host) => {
+                let window = host.windows.get(&session).ok_or(Refusal::UnknownSession)?;
+                match kind {
+                    Kind::Control => (window.control_fd(), window.control_len_bytes()),
+                    Kind::Arena => (window.arena_fd(), window.arena_len_bytes()),
+                    Kind::Hand => return Err(Refusal::Malformed),
+                }
+            }
+            Backend::Cuda(cuda) => {
+                let window = cuda.window(session).ok_or(Refusal::UnknownSession)?;
+                match kind {
+                    Kind::Control => (window.control_fd(), window.control_len_bytes()),
+                    // The arena is GPU memory, which no descriptor names.
+                    Kind::Arena | Kind::Hand => return Err(Refusal::Malformed),
+                }
+            }
         };
         let fd = fd.try_clone_to_owned().map_err(|_| Refusal::NoMemory)?;
         Ok((fd, len_bytes))
     }
 
     fn hand(&mut self, session: u64, rank: u32, memory: SealedMemory) -> Result<u64, Refusal> {
-        if self.windows.values().any(|window| window.knows(&memory)) {
+        let Backend::Host(host) = &mut self.backend else {
+            // Memory of the host, which no kernel reads.
+            return Err(Refusal::Malformed);
+        };
+        if host.windows.values().any(|window| window.knows(&memory)) {
             return Err(Refusal::Known);
         }
         let len_bytes = memory.len_bytes().get() as u64;
         let handle = self
             .communicator
-            .keep_memory(session, rank, len_bytes)
+            .keep_memory(session, Some(rank), len_bytes)
             .map_err(|error| match error {
                 BufferError::Limit { .. } => Refusal::TooMany,
                 _ => Refusal::UnknownSession,
             })?;
         let mapping = memory.reserve().and_then(|()| memory.map());
-        match (mapping, self.windows.get_mut(&session)) {
+        match (mapping, host.windows.get_mut(&session)) {
             (Ok(mapping), Some(window)) => {
                 window.keep(handle, mapping, memory);
                 Ok(handle)
@@ -581,11 +1159,15 @@ impl Task {
                 let _ = reply_to.send(result);
             }
             Effect::Launch(launch) => self.launch(launch),
-            Effect::Done { session, sequence } => {
-                if let Some(window) = self.windows.get(&session) {
-                    window.control.set_done(sequence);
+            Effect::Test { sessions, epoch } => self.test(sessions, epoch),
+            Effect::Done { session, sequence } => match &mut self.backend {
+                Backend::Host(host) => {
+                    if let Some(window) = host.windows.get(&session) {
+                        window.control.set_done(sequence);
+                    }
                 }
-            }
+                Backend::Cuda(cuda) => cuda.done_later(session, sequence),
+            },
             Effect::Ready {
                 sessions,
                 epoch,
@@ -593,25 +1175,63 @@ impl Task {
             } => {
                 tracing::info!(epoch, lane = %lane.lane, reason = lane.reason, "ready");
                 for session in sessions {
-                    let lane = lane.clone();
-                    self.tell(session, Tell::Ready { epoch, lane });
+                    let tell = Tell::Ready {
+                        epoch,
+                        lane: lane.clone(),
+                        warnings: self.warnings.clone(),
+                    };
+                    self.tell(session, tell);
                 }
             }
             Effect::Ended { session, end } => {
-                if let Some(window) = self.windows.get(&session) {
-                    window.control.set_ended();
+                match &mut self.backend {
+                    Backend::Host(host) => {
+                        if let Some(window) = host.windows.get(&session) {
+                            window.control.set_ended();
+                        }
+                    }
+                    Backend::Cuda(cuda) => {
+                        let is_orderly = end.cause.is_orderly();
+                        cuda.end_epoch(end.epoch, end.cause.rank(), is_orderly);
+                        cuda.ended_later(session);
+                    }
                 }
                 self.tell(session, Tell::Ended(end));
             }
             Effect::ForgetMemory { session, memory } => {
-                if let Some(window) = self.windows.get_mut(&session) {
-                    window.forget(memory);
+                let waiting = self.releasing.remove(&(session, memory));
+                match &mut self.backend {
+                    Backend::Host(host) => {
+                        if let Some(window) = host.windows.get_mut(&session) {
+                            window.forget(memory);
+                        }
+                    }
+                    Backend::Cuda(cuda) => {
+                        let freed = waiting.map(|reply| -> Freed {
+                            Box::new(move || {
+                                let _ = reply.send(Ok(()));
+                            })
+                        });
+                        cuda.forget_memory(session, memory, freed);
+                    }
                 }
             }
             Effect::Forget { session, rank } => {
                 tracing::info!(%rank, "rank gone, its window is freed");
-                self.windows.remove(&session);
                 self.told.remove(&session);
+                self.has_mps.remove(&session);
+                let waiting = self.detaching.remove(&session);
+                // Their memory goes with the session's.
+                self.releasing.retain(|(owner, _), _| *owner != session);
+                match &mut self.backend {
+                    Backend::Host(host) => {
+                        host.windows.remove(&session);
+                        drop(waiting);
+                    }
+                    Backend::Cuda(cuda) => {
+                        cuda.forget(session, Some(Box::new(move || drop(waiting))));
+                    }
+                }
             }
         }
     }
@@ -623,7 +1243,27 @@ impl Task {
     }
 
     fn launch(&mut self, launch: Launch) {
-        let job = match Job::new(launch.clone(), &self.windows) {
+        let fault = self.fault_of(&launch);
+        match &mut self.backend {
+            Backend::Host(_) => self.launch_on_host(launch, fault),
+            Backend::Cuda(cuda) => {
+                let start = Instant::now();
+                match cuda.launch(&launch, fault) {
+                    Ok(()) => self.communicator.reduced(&launch, start.elapsed()),
+                    Err(trouble) => {
+                        let (rank, reason) = self.note(trouble);
+                        self.communicator.launch_failed(&launch, rank, reason);
+                    }
+                }
+            }
+        }
+    }
+
+    fn launch_on_host(&mut self, launch: Launch, fault: Option<Fault>) {
+        let Backend::Host(host) = &mut self.backend else {
+            return;
+        };
+        let job = match Job::new(launch.clone(), &host.windows) {
             Ok(job) => job,
             Err(error) => {
                 // A defect of ours. Nothing was reduced, so nobody may be told it was: the process is
@@ -632,23 +1272,24 @@ impl Task {
                 std::process::abort();
             }
         };
-        let fault = self.fault_of(&launch);
-        match launch.plan.algorithm {
-            Algorithm::OneShot => {
-                let took = job.run();
-                if let Some(fault) = fault {
-                    job.damage(fault);
-                }
-                self.communicator.reduced(&launch, took);
-            }
-            Algorithm::OneShotChunked => self.launch_chunked(job, fault),
+        if launch.plan.algorithm == Algorithm::OneShotChunked {
+            self.launch_chunked(job, fault);
+            return;
         }
+        let took = job.run();
+        if let Some(fault) = fault {
+            job.damage(fault);
+        }
+        self.communicator.reduced(&launch, took);
     }
 
     fn launch_chunked(&mut self, job: Job, fault: Option<Fault>) {
-        if self.pool.is_none() {
-            match Pool::new(self.max_threads) {
-                Ok(pool) => self.pool = Some(pool),
+        let Backend::Host(host) = &mut self.backend else {
+            return;
+        };
+        if host.pool.is_none() {
+            match Pool::new(host.max_threads) {
+                Ok(pool) => host.pool = Some(pool),
                 Err(error) => {
                     tracing::warn!(%error, "cannot start reduction threads: reducing on one");
                     let took = job.run();
@@ -660,8 +1301,8 @@ impl Task {
                 }
             }
         }
-        let (Some(pool), Some(own)) = (&self.pool, self.own.upgrade()) else {
-            // As in launch: what was not reduced must not look as if it were.
+        let (Some(pool), Some(own)) = (&host.pool, self.own.upgrade()) else {
+            // As in launch_on_host: what was not reduced must not look as if it were.
             tracing::error!("no pool to launch on");
             std::process::abort();
         };
@@ -717,11 +1358,8 @@ impl Task {
                 .map(report)
                 .collect(),
             errors: errors.iter().map(|(code, count)| (*code, *count)).collect(),
-            window_bytes: self
-                .windows
-                .values()
-                .map(|window| window.arena_len_bytes() + window.control_len_bytes())
-                .sum(),
+            window_bytes: self.backend.window_bytes(),
+            warnings: self.warnings.clone(),
         }
     }
 }
@@ -735,6 +1373,19 @@ pub(crate) fn exhausted(error: &MemoryError) -> Option<(u64, u64)> {
             allreduce_contract::memory::available_bytes(),
         )),
         MemoryError::NotSealed | MemoryError::Length { .. } | MemoryError::Map { .. } => None,
+    }
+}
+
+/// A window that was made for a rank.
+enum Made {
+    Host(Box<Window>),
+    Cuda(Box<cuda::Window>),
+}
+
+/// From the CUDA thread. A task that is over needs to be told nothing.
+fn tell_task(own: &mpsc::WeakSender<Command>, command: Command) {
+    if let Some(own) = own.upgrade() {
+        let _ = own.blocking_send(command);
     }
 }
 

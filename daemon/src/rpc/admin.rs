@@ -7,6 +7,7 @@ use crate::communicator::Quantiles;
 use crate::executor::{ExecutorSpec, Handle, StatsReport};
 use crate::rpc::ToStatus;
 use crate::supervisor::{OpenError, Placed, Placement};
+use allreduce_contract::VERSION;
 use allreduce_contract::transport::dial;
 use allreduce_contract::v1::admin_client::AdminClient;
 use allreduce_contract::v1::admin_server::Admin;
@@ -17,7 +18,6 @@ use allreduce_contract::v1::{
     ReductionCount,
 };
 use allreduce_contract::window::ABI_VERSION;
-use allreduce_contract::{Backend, VERSION};
 use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -83,7 +83,7 @@ impl Admin for ExecutorAdmin {
             communicators: vec![CommunicatorInfo {
                 communicator: spec.communicator_name.clone(),
                 world_size: spec.world_size().get(),
-                backend: v1::Backend::from(Backend::Host) as i32,
+                backend: v1::Backend::from(spec.backend()) as i32,
                 backend_reason: spec.backend_reason.clone(),
                 incarnation: spec.incarnation,
                 executor_pid: std::process::id(),
@@ -164,7 +164,7 @@ fn stats_message(spec: &ExecutorSpec, report: StatsReport) -> CommunicatorStats 
         stale: false,
         epoch: report.epoch,
         world_size: spec.world_size().get(),
-        backend: v1::Backend::from(Backend::Host) as i32,
+        backend: v1::Backend::from(spec.backend()) as i32,
         lane,
         lane_reason,
         reductions: report
@@ -203,6 +203,7 @@ fn stats_message(spec: &ExecutorSpec, report: StatsReport) -> CommunicatorStats 
         incarnation: spec.incarnation,
         rss_bytes: rss_bytes(),
         window_bytes: report.window_bytes,
+        warnings: report.warnings,
     }
 }
 

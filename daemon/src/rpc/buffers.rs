@@ -1,6 +1,6 @@
 //! allreduced.v1.Buffers: memory that reductions work on.
 
-use crate::executor::Handle;
+use crate::executor::{Handle, RegisterCuda};
 use crate::rpc::ToStatus;
 use allreduce_contract::v1::buffers_server::Buffers;
 use allreduce_contract::v1::{
@@ -47,11 +47,24 @@ impl Buffers for BuffersService {
             memory_handle,
             offset_bytes,
             len_bytes,
+            cuda,
         } = request.into_inner();
-        let answer = self
-            .handle
-            .register(session, memory_handle, offset_bytes, len_bytes)
-            .await;
+        let answer = match cuda {
+            Some(memory) => {
+                let request = RegisterCuda {
+                    session,
+                    memory,
+                    offset_bytes,
+                    len_bytes,
+                };
+                self.handle.register_cuda(request).await
+            }
+            None => {
+                self.handle
+                    .register(session, memory_handle, offset_bytes, len_bytes)
+                    .await
+            }
+        };
         let buffer_id = answer
             .map_err(|stopped| stopped.to_status())?
             .map_err(|error| error.to_status())?;

@@ -1,13 +1,14 @@
 //! allreduced.v1.Collectives: the `rpc` lane.
 
-use crate::communicator::{AskedRange, Call};
+use crate::communicator::{AskedRange, Call, Ticket};
 use crate::executor::{ExecutorSpec, Handle};
 use crate::rpc::ToStatus;
 use allreduce_contract::v1::collectives_server::Collectives;
 use allreduce_contract::v1::{
-    AllReduceRequest, AllReduceResponse, BufferRange, ErrorCode, PingRequest, PingResponse,
+    AllReduceRequest, AllReduceResponse, BufferRange, CloseStreamRequest, CloseStreamResponse,
+    ErrorCode, OpenStreamRequest, OpenStreamResponse, PingRequest, PingResponse,
 };
-use allreduce_contract::{Dtype, Op};
+use allreduce_contract::{Algorithm, Dtype, Op};
 use std::time::Duration;
 use tonic::{Request, Response, Status};
 
@@ -63,6 +64,7 @@ impl Collectives for CollectivesService {
             op,
             timeout_ms,
             event,
+            algorithm,
         } = request.into_inner();
         let timeout_ms = match timeout_ms {
             0 => self.default_timeout_ms,
@@ -78,8 +80,20 @@ impl Collectives for CollectivesService {
             num_elems,
             dtype: Dtype::from_wire(dtype),
             op: Op::from_wire(op),
+            algorithm: match algorithm {
+                0 => Ok(None),
+                asked => Algorithm::from_wire(asked).map(Some),
+            },
             timeout: Duration::from_millis(u64::from(timeout_ms)),
             unsignalled: event.map(|event| event.ready_value),
+            ticket: event
+                .filter(|event| event.stream_id != 0)
+                .map(|event| Ticket {
+                    stream_id: event.stream_id,
+                    slot: event.slot,
+                }),
+            // The task looks.
+            is_ticket_known: false,
         });
         let reduced = match answer.await {
             Ok(Ok(reduced)) => reduced,
@@ -93,6 +107,39 @@ impl Collectives for CollectivesService {
             last_rank: reduced.last_rank.get(),
             waited_ns: nanos(reduced.waited),
         }))
+    }
+
+    async fn open_stream(
+        &self,
+        request: Request<OpenStreamRequest>,
+    ) -> Result<Response<OpenStreamResponse>, Status> {
+        let OpenStreamRequest {
+            session,
+            ready_handles,
+        } = request.into_inner();
+        let (stream_id, done_handles) = self
+            .handle
+            .open_stream(session, ready_handles)
+            .await
+            .map_err(|stopped| stopped.to_status())?
+            .map_err(|error| error.to_status())?;
+        Ok(Response::new(OpenStreamResponse {
+            stream_id,
+            done_handles,
+        }))
+    }
+
+    async fn close_stream(
+        &self,
+        request: Request<CloseStreamRequest>,
+    ) -> Result<Response<CloseStreamResponse>, Status> {
+        let CloseStreamRequest { session, stream_id } = request.into_inner();
+        self.handle
+            .close_stream(session, stream_id)
+            .await
+            .map_err(|stopped| stopped.to_status())?
+            .map_err(|error| error.to_status())?;
+        Ok(Response::new(CloseStreamResponse {}))
     }
 
     async fn ping(&self, _request: Request<PingRequest>) -> Result<Response<PingResponse>, Status> {

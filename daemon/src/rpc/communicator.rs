@@ -5,7 +5,7 @@
 
 use crate::communicator::{EndCause, EpochEnd, Gone};
 use crate::config::ms;
-use crate::executor::{ExecutorSpec, Handle, JoinedAs, Tell};
+use crate::executor::{ArenaAt, ExecutorSpec, Handle, JoinedAs, Tell};
 use crate::rpc::ToStatus;
 use crate::rpc::status::BadMessage;
 use allreduce_contract::Rank;
@@ -13,8 +13,8 @@ use allreduce_contract::v1::attach_request::Message as FromRank;
 use allreduce_contract::v1::attach_response::Message as ToRank;
 use allreduce_contract::v1::communicator_server::Communicator;
 use allreduce_contract::v1::{
-    AttachRequest, AttachResponse, Backend, Hello, Joined, Lane, Notice, NoticeKind, Ready, Region,
-    RegionKind,
+    AttachRequest, AttachResponse, Backend, Hello, Joined, Lane, Mapped, Notice, NoticeKind, Ready,
+    Region, RegionKind,
 };
 use std::pin::Pin;
 use std::sync::Arc;
@@ -27,6 +27,9 @@ use tonic::{Request, Response, Status, Streaming};
 
 /// How long a client may take to say Hello after it opened the stream.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long a stream stays open for its session's memory to be freed.
+const DETACH_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Messages that may wait for a client that does not read. One that lets them pile up is gone.
 const OUTBOUND: usize = 64;
@@ -61,7 +64,7 @@ impl Communicator for CommunicatorService {
             .map_err(|stopped| stopped.to_status())?
             .map_err(|error| error.to_status())?;
         let (outbound, messages) = mpsc::channel(OUTBOUND);
-        let attachment = Attachment {
+        let mut attachment = Attachment {
             inbound,
             outbound,
             heartbeat_timeout: ms(self.spec.communicator.heartbeat_timeout_ms),
@@ -69,8 +72,10 @@ impl Communicator for CommunicatorService {
         let (spec, handle) = (Arc::clone(&self.spec), self.handle.clone());
         tokio::spawn(async move {
             let session = joined.session;
-            let how = attachment.serve(&spec, joined).await;
-            handle.detach(session, how).await;
+            let how = attachment.serve(&spec, &handle, joined).await;
+            // The stream stays open until the session's memory is free, so that a rank that has left knows
+            // that its own registered memory is unmapped; a GPU that does not go on ends the process.
+            let _ = tokio::time::timeout(DETACH_TIMEOUT, handle.detach(session, how)).await;
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(messages))))
     }
@@ -82,7 +87,7 @@ async fn first_message(inbound: &mut Streaming<AttachRequest>) -> Result<Hello, 
         .map_err(|_| BadMessage("no Hello came within 5 s of Attach").to_status())??;
     match first.and_then(|request| request.message) {
         Some(FromRank::Hello(hello)) => Ok(hello),
-        Some(FromRank::Heartbeat(_) | FromRank::Leave(_)) | None => {
+        Some(FromRank::Heartbeat(_) | FromRank::Leave(_) | FromRank::Mapped(_)) | None => {
             Err(BadMessage("the first message on Attach must be Hello").to_status())
         }
     }
@@ -96,7 +101,7 @@ struct Attachment {
 
 impl Attachment {
     /// Serves one rank until it is gone; says how it went.
-    async fn serve(mut self, spec: &ExecutorSpec, mut joined: JoinedAs) -> Gone {
+    async fn serve(&mut self, spec: &ExecutorSpec, handle: &Handle, mut joined: JoinedAs) -> Gone {
         if !self.send(ToRank::Joined(joined_message(spec, &joined))) {
             return Gone::Disconnected;
         }
@@ -125,16 +130,20 @@ impl Attachment {
                                 return Gone::Silent;
                             }
                         }
+                        Some(FromRank::Mapped(Mapped { error })) => {
+                            let error = (!error.is_empty()).then(|| printable(&error));
+                            handle.mapped(joined.session, error).await;
+                        }
                         Some(FromRank::Leave(_)) => return Gone::Left,
                         Some(FromRank::Hello(_)) | None => {
-                            let bad = BadMessage("after Hello, only Heartbeat and Leave may follow");
+                            let bad = BadMessage("after Hello, only Heartbeat, Mapped and Leave may follow");
                             self.close(bad.to_status());
                             return Gone::Disconnected;
                         }
                     },
                 },
                 Some(tell) = joined.told.recv() => {
-                    if !self.tell(tell) {
+                    if !self.tell(spec, tell) {
                         return Gone::Silent;
                     }
                 }
@@ -155,17 +164,22 @@ impl Attachment {
         let _ = self.outbound.try_send(Err(status));
     }
 
-    fn tell(&self, tell: Tell) -> bool {
+    fn tell(&self, spec: &ExecutorSpec, tell: Tell) -> bool {
         match tell {
-            Tell::Ready { epoch, lane } => self.send(ToRank::Ready(Ready {
+            Tell::Ready {
+                epoch,
+                lane,
+                warnings,
+            } => self.send(ToRank::Ready(Ready {
                 epoch,
                 lane: Lane::from(lane.lane) as i32,
                 reason: lane.reason,
-                backend: Backend::Host as i32,
+                backend: Backend::from(spec.backend()) as i32,
+                warnings,
             })),
             // An epoch that never formed has no members to notify: the stream itself fails, with the
             // missing ranks in its status, as a refused Hello would.
-            Tell::Ended(end) if matches!(end.cause, EndCause::JoinTimeout { .. }) => {
+            Tell::Ended(end) if end.cause.is_of_forming() => {
                 self.close(end.to_status());
                 true
             }
@@ -186,20 +200,31 @@ impl Attachment {
 }
 
 fn joined_message(spec: &ExecutorSpec, joined: &JoinedAs) -> Joined {
-    let region = |kind: RegionKind, len_bytes| Region {
+    let region = |kind: RegionKind, len_bytes, cuda| Region {
         kind: kind as i32,
         len_bytes,
+        cuda,
+    };
+    let (cuda, nonce) = match &joined.arena {
+        ArenaAt::Companion => (None, 0),
+        ArenaAt::Cuda { memory, nonce } => (Some(memory.clone()), *nonce),
     };
     Joined {
         session: joined.session,
         epoch: joined.epoch,
         regions: vec![
-            region(RegionKind::Control, joined.control_len_bytes),
-            region(RegionKind::Arena, joined.arena_len_bytes),
+            region(RegionKind::Control, joined.control_len_bytes, None),
+            region(RegionKind::Arena, joined.arena_len_bytes, cuda),
         ],
         heartbeat_interval_ms: spec.communicator.heartbeat_interval_ms,
         heartbeat_timeout_ms: spec.communicator.heartbeat_timeout_ms,
         max_in_flight: spec.communicator.max_in_flight,
         default_timeout_ms: spec.communicator.default_timeout_ms,
+        nonce,
     }
+}
+
+/// A client's words, fit for a terminal and a log.
+fn printable(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).take(500).collect()
 }

@@ -26,10 +26,11 @@ impl Control for ControlService {
             communicator,
             world_size,
             backend,
+            has_cuda,
         } = request.into_inner();
         let place = self
             .placement
-            .open(&communicator, world_size, backend)
+            .open(&communicator, world_size, backend, has_cuda)
             .await
             .map_err(|error| error.to_status())?;
         Ok(Response::new(OpenResponse {

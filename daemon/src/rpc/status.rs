@@ -2,7 +2,7 @@
 //!
 //! Owns the choice of code and detail for each cause. Every service calls [`ToStatus::to_status`].
 
-use crate::communicator::{BufferError, CallError, EndCause, EpochEnd, JoinError};
+use crate::communicator::{BufferError, CallError, EndCause, EpochEnd, GpuError, JoinError};
 use crate::executor::{Stopped, exhausted};
 use crate::plan::Refusal;
 use crate::supervisor::OpenError;
@@ -61,7 +61,11 @@ impl ToStatus for EpochEnd {
             EndCause::JoinTimeout { .. } => {
                 (Code::DeadlineExceeded, end_detail(ErrorCode::Timeout, self))
             }
-            EndCause::RankGone { .. } | EndCause::Timeout { .. } => {
+            EndCause::Ineligible { .. } => (
+                Code::FailedPrecondition,
+                end_detail(ErrorCode::NotEligible, self),
+            ),
+            EndCause::RankGone { .. } | EndCause::Timeout { .. } | EndCause::Gpu { .. } => {
                 (Code::Aborted, end_detail(ErrorCode::EpochEnded, self))
             }
         }
@@ -71,10 +75,16 @@ impl ToStatus for EpochEnd {
 impl ToStatus for Refusal {
     fn parts(&self) -> (Code, ErrorDetail) {
         match self {
-            Refusal::IntegerAvg(_) | Refusal::TooLarge { .. } => {
+            Refusal::IntegerAvg(_)
+            | Refusal::TooLarge { .. }
+            | Refusal::NoKernel { .. }
+            | Refusal::NoSuchAlgorithm { .. } => {
                 (Code::InvalidArgument, detail(ErrorCode::Refused))
             }
-            Refusal::NoSuchLane { .. } | Refusal::NoSuchBackend(_) => {
+            Refusal::TooFewBlocks { .. }
+            | Refusal::NotTested
+            | Refusal::NoSuchLane { .. }
+            | Refusal::NoSuchBackend { .. } => {
                 (Code::FailedPrecondition, detail(ErrorCode::Unsupported))
             }
         }
@@ -91,7 +101,7 @@ impl ToStatus for JoinError {
             }
             JoinError::RankTaken(rank) => (Code::AlreadyExists, about(ErrorCode::RankTaken, *rank)),
             JoinError::Plan(refusal) => refusal.parts(),
-            JoinError::ArenaLimit { asked, limit } => (
+            JoinError::ArenaLimit { asked, limit, .. } => (
                 Code::ResourceExhausted,
                 amounts(ErrorCode::Limit, *asked, *limit),
             ),
@@ -101,6 +111,25 @@ impl ToStatus for JoinError {
                     amounts(ErrorCode::NoMemory, needed, available),
                 ),
                 None => (Code::Internal, detail(ErrorCode::Internal)),
+            },
+            JoinError::Gpu { source, .. } => match source {
+                GpuError::NoMemory { needed, available } => (
+                    Code::ResourceExhausted,
+                    amounts(ErrorCode::NoMemory, *needed, *available),
+                ),
+                GpuError::Memory(source) => match exhausted(source) {
+                    Some((needed, available)) => (
+                        Code::ResourceExhausted,
+                        amounts(ErrorCode::NoMemory, needed, available),
+                    ),
+                    None => (Code::Internal, detail(ErrorCode::Internal)),
+                },
+                GpuError::Unavailable(_)
+                | GpuError::UnknownDevice { .. }
+                | GpuError::NoKernels(_)
+                | GpuError::Call { .. } => {
+                    (Code::FailedPrecondition, detail(ErrorCode::Unsupported))
+                }
             },
             JoinError::NoSession(_) => (Code::Internal, detail(ErrorCode::Internal)),
             JoinError::Draining => (Code::Unavailable, detail(ErrorCode::Unavailable)),
@@ -119,6 +148,12 @@ impl ToStatus for BufferError {
                 (Code::InvalidArgument, detail(ErrorCode::OutOfBounds))
             }
             BufferError::Misaligned(_) => (Code::InvalidArgument, detail(ErrorCode::Misaligned)),
+            BufferError::BadMemory(_) => (Code::InvalidArgument, detail(ErrorCode::BadMemory)),
+            BufferError::BadHandle(_) => (Code::InvalidArgument, detail(ErrorCode::InvalidField)),
+            BufferError::UnknownStream { .. } => (Code::NotFound, detail(ErrorCode::UnknownStream)),
+            BufferError::WrongBackend { .. } => {
+                (Code::FailedPrecondition, detail(ErrorCode::Unsupported))
+            }
             BufferError::ArenaFull { needed, available } => (
                 Code::ResourceExhausted,
                 amounts(ErrorCode::NoMemory, *needed, *available),
@@ -170,6 +205,9 @@ impl ToStatus for CallError {
                 Code::FailedPrecondition,
                 about(ErrorCode::NotSignalled, *rank),
             ),
+            CallError::UnknownStream { rank, .. } => {
+                (Code::NotFound, about(ErrorCode::UnknownStream, *rank))
+            }
             CallError::Mismatch { other, .. } => {
                 (Code::InvalidArgument, about(ErrorCode::Mismatch, *other))
             }

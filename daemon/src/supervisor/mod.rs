@@ -8,7 +8,7 @@ mod placement;
 
 pub(crate) use placement::{OpenError, Placed, Placement};
 
-use crate::backend::host::Fault;
+use crate::backend::Fault;
 use crate::config::Config;
 use crate::health::HealthTable;
 use crate::listen::{Access, ListenError, accept, bind_daemon, prepare_executor_dir};

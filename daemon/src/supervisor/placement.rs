@@ -12,7 +12,7 @@
 //!                       +-- Down (why; next try after a growing pause)
 //! ```
 
-use crate::backend::host::Fault;
+use crate::backend::Fault;
 use crate::config::Config;
 use crate::executor::{ExecutorSpec, Identity};
 use crate::health::HealthTable;
@@ -41,6 +41,13 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const MAX_FAILED_STARTS: u32 = 5;
 /// Longest pause before a restart.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// Whether the machine shows an NVIDIA GPU. The supervisor loads no CUDA, so it looks for the driver's files.
+fn shows_gpu() -> bool {
+    ["/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"]
+        .iter()
+        .any(|path| Path::new(path).exists())
+}
 
 /// Why Open does not answer a place.
 #[derive(Debug, thiserror::Error)]
@@ -165,6 +172,7 @@ impl Placement {
         name: &str,
         world_size: u32,
         backend: i32,
+        has_cuda: bool,
     ) -> Result<Place, OpenError> {
         let id = CommunicatorId::new(name)?;
         let world_size = WorldSize::new(world_size)?;
@@ -172,7 +180,7 @@ impl Placement {
             0 => None,
             other => Some(Backend::from_wire(other)?),
         };
-        let choice = choose_backend(wanted)?;
+        let choice = choose_backend(wanted, has_cuda, shows_gpu())?;
         if *self.draining.borrow() {
             return Err(OpenError::Draining);
         }
@@ -395,6 +403,7 @@ impl Placement {
             Identity {
                 communicator_name: id.to_string(),
                 world_size: entry.world_size,
+                backend: entry.backend.backend,
                 backend_reason: entry.backend.reason.clone(),
                 incarnation: entry.incarnation,
                 token,
@@ -407,6 +416,8 @@ impl Placement {
         let mut child = Command::new("/proc/self/exe")
             .arg0(crate::cli::CHILD_NAME)
             .args(["executor", "--", id.as_str()])
+            // Kernels loaded at their first launch would block behind whatever then runs.
+            .env("CUDA_MODULE_LOADING", "EAGER")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             // A group of its own: Ctrl-C at the terminal is for the supervisor, which drains.

@@ -1,0 +1,842 @@
+//! The CUDA backend: windows in GPU memory, reductions by kernels.
+//!
+//! Owns the CUDA thread, on which everything that may block runs (opening devices, allocating, mapping,
+//! testing, freeing), and what the executor's task launches on: windows, mapped memory, event rings. Enqueueing
+//! a reduction happens on the task's own thread and waits for nothing. Refuses to decide: the plan says which
+//! kernel, in which shape.
+//!
+//! What a reduction uses is in use until the GPU is through with it, which the host learns from *fences*: one
+//! event for each GPU, recorded behind the newest launch whenever the last record is done. What was asked for
+//! meanwhile (saying "done", freeing) is deferred until every fence has passed the launch that was newest then.
+
+mod gpu;
+mod image;
+mod test;
+mod window;
+
+pub(crate) use test::{Verdict, test};
+pub(crate) use window::{Window, WindowSpec};
+
+use crate::backend::Fault;
+use crate::backend::cuda::gpu::{Gpu, Kernels, failed};
+use crate::communicator::{
+    ARENA, BufferError, GpuError, Launch, Place, RankLaunch, Signature, Ticket,
+};
+use crate::config::CudaConfig;
+use crate::plan::Shape;
+use allreduce_contract::cuda::{
+    CudaError, DevicePtr, Driver, Event, IPC_HANDLE_LEN, ImportedMemory,
+};
+use allreduce_contract::kernel::{CALL_DIRECT, Call, CallParts, Instance, Regions, op_code};
+use allreduce_contract::window::{Abort, AbortReason};
+use allreduce_contract::{Rank, WorldSize};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
+use std::time::{Duration, Instant};
+
+/// Most slots of a stream.
+const MAX_SLOTS: usize = 64;
+/// Most streams of a session.
+const MAX_STREAMS: usize = 64;
+/// What the GPU may take beyond the deadline of what it was given, before it is taken for stuck.
+const GPU_GRACE: Duration = Duration::from_secs(2);
+
+type Job = Box<dyn FnOnce(&mut Devices) + Send>;
+
+/// What the CUDA thread is at, and since when.
+type Busy = Arc<Mutex<Option<(Instant, &'static str)>>>;
+
+fn lock(busy: &Busy) -> MutexGuard<'_, Option<(Instant, &'static str)>> {
+    // Nothing can panic while it is held.
+    busy.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What only the CUDA thread touches.
+#[derive(Debug)]
+pub(crate) struct Devices {
+    config: CudaConfig,
+    gpus: HashMap<String, Arc<Gpu>>,
+    /// By GPU and handle: a process cannot open one twice, and two ranks may live in one allocation.
+    imported: HashMap<(String, [u8; IPC_HANDLE_LEN]), Weak<ImportedMemory>>,
+}
+
+impl Devices {
+    fn gpu(&mut self, uuid: &str) -> Result<Arc<Gpu>, GpuError> {
+        if let Some(gpu) = self.gpus.get(uuid) {
+            return Ok(Arc::clone(gpu));
+        }
+        let driver = Driver::get().map_err(GpuError::Unavailable)?;
+        let devices = driver.devices().map_err(failed("devices"))?;
+        let visible = devices.iter().map(|device| device.uuid().to_owned());
+        let visible: Vec<String> = visible.collect();
+        let device = devices.into_iter().find(|device| device.uuid() == uuid);
+        let device = device.ok_or_else(|| GpuError::UnknownDevice {
+            uuid: uuid.chars().filter(|c| !c.is_control()).take(64).collect(),
+            visible,
+        })?;
+        tracing::info!(%device, mps = device.has_mps(), "opening GPU");
+        let gpu = Gpu::open(device)?;
+        self.gpus.insert(uuid.to_owned(), Arc::clone(&gpu));
+        Ok(gpu)
+    }
+
+    /// A session's window on the GPU of this UUID, with the kernels loaded.
+    pub(crate) fn create_window(
+        &mut self,
+        uuid: &str,
+        spec: &WindowSpec,
+    ) -> Result<Window, GpuError> {
+        let gpu = self.gpu(uuid)?;
+        // Loaded now, so that neither the test nor a reduction has to wait for it: this world's, and pairs'.
+        gpu.kernels(&self.config, Instance::of(spec.world_size))?;
+        if spec.world_size > WorldSize::ONE {
+            gpu.kernels(&self.config, Instance::N2)?;
+        }
+        Window::create(gpu, spec)
+    }
+
+    /// Maps an allocation of a rank.
+    pub(crate) fn import(
+        &mut self,
+        window: &Window,
+        device_uuid: &str,
+        handle: [u8; IPC_HANDLE_LEN],
+    ) -> Result<Arc<ImportedMemory>, BufferError> {
+        let own = window.gpu.device().uuid();
+        if device_uuid != own {
+            return Err(BufferError::BadMemory(format!(
+                "it is on another device than {own}, with which the rank joined"
+            )));
+        }
+        let key = (own.to_owned(), handle);
+        self.imported.retain(|_, memory| memory.strong_count() > 0);
+        if let Some(memory) = self.imported.get(&key).and_then(Weak::upgrade) {
+            return Ok(memory);
+        }
+        let memory = ImportedMemory::open(&window.gpu.context, handle)
+            .map_err(|error| BufferError::BadMemory(error.to_string()))?;
+        let memory = Arc::new(memory);
+        self.imported.insert(key, Arc::downgrade(&memory));
+        Ok(memory)
+    }
+}
+
+/// The events of a rank's stream, by slot.
+#[derive(Debug)]
+pub(crate) struct Ring {
+    ready: Vec<Event>,
+    done: Vec<Event>,
+}
+
+impl Ring {
+    /// Opens the rank's ready events, and makes as many done events; with the handles of these.
+    pub(crate) fn open(
+        window: &Window,
+        ready_handles: &[[u8; IPC_HANDLE_LEN]],
+    ) -> Result<(Self, Vec<[u8; IPC_HANDLE_LEN]>), BufferError> {
+        let context = &window.gpu.context;
+        let mut ring = Self {
+            ready: Vec::with_capacity(ready_handles.len()),
+            done: Vec::with_capacity(ready_handles.len()),
+        };
+        let mut done_handles = Vec::with_capacity(ready_handles.len());
+        for (slot, handle) in ready_handles.iter().enumerate() {
+            let bad = |error: CudaError| {
+                BufferError::BadHandle(format!(
+                    "ready_handles[{slot}] does not open: {error}; it must be of an interprocess event on the rank's device, and both processes must share /dev/shm"
+                ))
+            };
+            ring.ready.push(Event::open(context, *handle).map_err(bad)?);
+            let (done, handle) = Event::create_shared(context)
+                .map_err(|error| BufferError::BadHandle(error.to_string()))?;
+            ring.done.push(done);
+            done_handles.push(handle);
+        }
+        Ok((ring, done_handles))
+    }
+}
+
+/// Checks the handles of OpenStream.
+pub(crate) fn ready_handles(handles: &[Vec<u8>]) -> Result<Vec<[u8; IPC_HANDLE_LEN]>, BufferError> {
+    if handles.is_empty() || handles.len() > MAX_SLOTS {
+        return Err(BufferError::BadHandle(format!(
+            "{} ready_handles: 1 to {MAX_SLOTS} are taken",
+            handles.len()
+        )));
+    }
+    handles.iter().map(|handle| ipc_handle(handle)).collect()
+}
+
+/// An IPC handle from the wire.
+pub(crate) fn ipc_handle(bytes: &[u8]) -> Result<[u8; IPC_HANDLE_LEN], BufferError> {
+    bytes.try_into().map_err(|_| {
+        BufferError::BadHandle(format!(
+            "an IPC handle has {IPC_HANDLE_LEN} bytes, not {}",
+            bytes.len()
+        ))
+    })
+}
+
+/// Something that waits for the GPUs.
+enum Deferred {
+    /// Say that the session's sequences up to this one are done.
+    Done { session: u64, sequence: u64 },
+    /// Say that the session's epoch is over.
+    Ended(u64),
+    /// Free, then tell whoever waits for it.
+    Free(Garbage, Option<Freed>),
+}
+
+/// Told when memory was freed.
+pub(crate) type Freed = Box<dyn FnOnce() + Send>;
+
+/// What is to be freed, in this order.
+#[derive(Debug, Default)]
+struct Garbage {
+    rings: Vec<Ring>,
+    imports: Vec<Arc<ImportedMemory>>,
+    window: Option<Arc<Window>>,
+}
+
+impl Garbage {
+    fn free(self) {
+        drop(self.rings);
+        drop(self.imports);
+        drop(self.window);
+    }
+}
+
+/// One GPU's part of the launches.
+#[derive(Debug)]
+struct Lane {
+    gpu: Arc<Gpu>,
+    kernels: Arc<Kernels>,
+    /// Newest launch here.
+    launched: u64,
+    /// Newest launch that is known to be done.
+    done: u64,
+    /// The launch that the fence was recorded behind, and when.
+    fence: Option<(u64, Instant)>,
+}
+
+/// The epoch that launches belong to.
+#[derive(Debug)]
+struct Epoch {
+    number: u64,
+    /// In rank order.
+    sessions: Vec<u64>,
+}
+
+/// How a look at the GPUs went badly.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum GpuTrouble {
+    /// A kernel gave up: the epoch is over, the GPU is well.
+    Aborted { rank: Option<Rank>, reason: String },
+    /// The GPU does not go on, or its context is lost: only another process helps.
+    Lost { rank: Option<Rank>, reason: String },
+}
+
+/// The backend of one executor.
+pub(crate) struct CudaBackend {
+    config: CudaConfig,
+    world_size: WorldSize,
+    jobs: mpsc::Sender<Job>,
+    busy: Busy,
+    windows: HashMap<u64, Arc<Window>>,
+    /// By session and memory.
+    imports: HashMap<(u64, u64), Arc<ImportedMemory>>,
+    /// By session and stream.
+    rings: HashMap<(u64, u64), Ring>,
+    next_stream: u64,
+    epoch: Option<Epoch>,
+    lanes: Vec<Lane>,
+    launches: u64,
+    longest_timeout: Duration,
+    /// In order of the launch they wait for.
+    deferred: std::collections::VecDeque<(u64, Deferred)>,
+    /// Slots of the ranks' newest calls, to tell who keeps the GPU waiting.
+    newest: Vec<(Rank, u64, Ticket)>,
+}
+
+impl CudaBackend {
+    /// Starts the CUDA thread, which touches no GPU until it is asked to.
+    pub(crate) fn start(config: CudaConfig, world_size: WorldSize) -> std::io::Result<Self> {
+        let (jobs, queue) = mpsc::channel::<Job>();
+        let busy = Busy::default();
+        let mut devices = Devices {
+            config: config.clone(),
+            gpus: HashMap::new(),
+            imported: HashMap::new(),
+        };
+        std::thread::Builder::new()
+            .name("cuda".to_owned())
+            .spawn(move || {
+                for job in queue {
+                    job(&mut devices);
+                }
+            })?;
+        Ok(Self {
+            config,
+            world_size,
+            jobs,
+            busy,
+            windows: HashMap::new(),
+            imports: HashMap::new(),
+            rings: HashMap::new(),
+            next_stream: 1,
+            epoch: None,
+            lanes: Vec::new(),
+            launches: 0,
+            longest_timeout: Duration::ZERO,
+            deferred: std::collections::VecDeque::new(),
+            newest: Vec::new(),
+        })
+    }
+
+    pub(crate) fn config(&self) -> &CudaConfig {
+        &self.config
+    }
+
+    /// Runs `work` on the CUDA thread, after what was asked before, and `done` with its result there. `what`
+    /// is told if it never ends.
+    pub(crate) fn submit<R>(
+        &self,
+        what: &'static str,
+        work: impl FnOnce(&mut Devices) -> R + Send + 'static,
+        done: impl FnOnce(R) + Send + 'static,
+    ) {
+        let busy = Arc::clone(&self.busy);
+        let job: Job = Box::new(move |devices| {
+            *lock(&busy) = Some((Instant::now(), what));
+            let result = work(devices);
+            *lock(&busy) = None;
+            done(result);
+        });
+        // The thread ends only with this value.
+        let _ = self.jobs.send(job);
+    }
+
+    /// What the CUDA thread has been at for longer than the configured time, if it has.
+    pub(crate) fn stuck_in(&self) -> Option<&'static str> {
+        let limit = crate::config::ms(self.config.setup_timeout_ms);
+        let busy = *lock(&self.busy);
+        busy.and_then(|(since, what)| (since.elapsed() > limit).then_some(what))
+    }
+
+    /// Whether somebody has to come back and look.
+    pub(crate) fn is_active(&self) -> bool {
+        !self.deferred.is_empty()
+            || self.lanes.iter().any(|lane| lane.done < lane.launched)
+            || lock(&self.busy).is_some()
+    }
+
+    pub(crate) fn regions(&self) -> Regions {
+        Regions {
+            world_size: self.world_size.get(),
+            push_slot_bytes: self.config.push_slot_bytes,
+            inband_part_bytes: self.config.inband_part_bytes,
+            staging_part_bytes: self.config.staging_part_bytes,
+        }
+    }
+
+    pub(crate) fn keep_window(&mut self, session: u64, window: Window) {
+        self.windows.insert(session, Arc::new(window));
+    }
+
+    pub(crate) fn window(&self, session: u64) -> Option<&Arc<Window>> {
+        self.windows.get(&session)
+    }
+
+    pub(crate) fn keep_import(&mut self, session: u64, memory: u64, import: Arc<ImportedMemory>) {
+        self.imports.insert((session, memory), import);
+    }
+
+    /// Takes a ring; answers its id.
+    pub(crate) fn keep_ring(&mut self, session: u64, ring: Ring) -> Result<u64, BufferError> {
+        let held = self.rings.keys().filter(|(owner, _)| *owner == session);
+        if held.count() >= MAX_STREAMS {
+            return Err(BufferError::Limit {
+                what: "streams",
+                limit: MAX_STREAMS as u64,
+            });
+        }
+        let stream_id = self.next_stream;
+        self.next_stream += 1;
+        self.rings.insert((session, stream_id), ring);
+        Ok(stream_id)
+    }
+
+    pub(crate) fn close_ring(&mut self, session: u64, stream_id: u64) -> bool {
+        let Some(ring) = self.rings.remove(&(session, stream_id)) else {
+            return false;
+        };
+        self.newest
+            .retain(|(_, owner, ticket)| (*owner, ticket.stream_id) != (session, stream_id));
+        let garbage = Garbage {
+            rings: vec![ring],
+            ..Garbage::default()
+        };
+        self.defer(Deferred::Free(garbage, None));
+        true
+    }
+
+    pub(crate) fn knows(&self, session: u64, ticket: Ticket) -> bool {
+        self.rings
+            .get(&(session, ticket.stream_id))
+            .is_some_and(|ring| (ticket.slot as usize) < ring.done.len())
+    }
+
+    /// GPU memory of all windows.
+    pub(crate) fn window_bytes(&self) -> u64 {
+        self.windows
+            .values()
+            .map(|window| window.gpu_bytes() + window.control_len_bytes())
+            .sum()
+    }
+
+    /// What keeps ranks and executor from sharing their GPUs at full speed. `has_mps`: by rank, whether its
+    /// process is a client of MPS.
+    pub(crate) fn warnings(&self, sessions: &[u64], has_mps: &HashMap<u64, bool>) -> Vec<String> {
+        let mut warnings = Vec::new();
+        let windows: Vec<(&Window, bool)> = sessions
+            .iter()
+            .filter_map(|session| {
+                let window = self.windows.get(session)?;
+                Some((window.as_ref(), has_mps.get(session) == Some(&true)))
+            })
+            .collect();
+        let all: Vec<&Window> = windows.iter().map(|(window, _)| *window).collect();
+        for gpu in test::gpus_of(&all) {
+            let device = gpu.device();
+            let without: Vec<String> = windows
+                .iter()
+                .filter(|(window, has_mps)| Arc::ptr_eq(&window.gpu, gpu) && !has_mps)
+                .map(|(window, _)| window.rank.to_string())
+                .collect();
+            if !device.has_mps() {
+                warnings.push(format!(
+                    "no MPS on {device}: the kernels of this executor and of the ranks take turns, at some 140 us for each change (measured); start nvidia-cuda-mps-control -d as the user of daemon and workers, with one CUDA_MPS_PIPE_DIRECTORY for all, then restart them"
+                ));
+            } else if !without.is_empty() {
+                warnings.push(format!(
+                    "ranks {} are no clients of MPS on {device}, the executor is: their kernels take turns with its, at some 140 us for each change (measured); start the workers as the daemon's user and with its CUDA_MPS_PIPE_DIRECTORY",
+                    without.join(", ")
+                ));
+            }
+        }
+        warnings
+    }
+
+    /// The tested epoch begins: what launches go to.
+    pub(crate) fn begin_epoch(&mut self, number: u64, sessions: Vec<u64>) -> Result<(), GpuError> {
+        let windows: Vec<Arc<Window>> = sessions
+            .iter()
+            .filter_map(|session| self.windows.get(session).cloned())
+            .collect();
+        let windows: Vec<&Window> = windows.iter().map(Arc::as_ref).collect();
+        for gpu in test::gpus_of(&windows) {
+            if self.lanes.iter().any(|lane| Arc::ptr_eq(&lane.gpu, gpu)) {
+                continue;
+            }
+            self.lanes.push(Lane {
+                gpu: Arc::clone(gpu),
+                kernels: gpu.kernels(&self.config, Instance::of(self.world_size))?,
+                launched: 0,
+                done: 0,
+                fence: None,
+            });
+        }
+        self.newest.clear();
+        self.epoch = Some(Epoch { number, sessions });
+        Ok(())
+    }
+
+    /// The epoch is over. Unless it ended in peace, what is still on the GPU is to give up.
+    pub(crate) fn end_epoch(&mut self, number: u64, blamed: Option<Rank>, is_orderly: bool) {
+        let Some(epoch) = self.epoch.take_if(|epoch| epoch.number == number) else {
+            return;
+        };
+        let is_idle = self.lanes.iter().all(|lane| lane.done >= lane.launched);
+        if is_orderly || is_idle {
+            return;
+        }
+        for session in &epoch.sessions {
+            if let Some(window) = self.windows.get(session) {
+                let abort = Abort {
+                    reason: AbortReason::Host,
+                    rank: blamed.map_or(0, Rank::get),
+                    epoch: number as u32,
+                    // Which one it hits is not known here.
+                    sequence: 0,
+                };
+                if let Err(error) = window.abort(abort) {
+                    tracing::warn!(%error, "cannot tell the GPU that the epoch is over");
+                }
+            }
+        }
+    }
+
+    /// Says that sequences are done, once the GPU is through with what was launched so far.
+    pub(crate) fn done_later(&mut self, session: u64, sequence: u64) {
+        self.defer(Deferred::Done { session, sequence });
+    }
+
+    /// Says that the session's epoch is over, likewise.
+    pub(crate) fn ended_later(&mut self, session: u64) {
+        self.defer(Deferred::Ended(session));
+    }
+
+    /// Unmaps a memory, likewise.
+    pub(crate) fn forget_memory(&mut self, session: u64, memory: u64, freed: Option<Freed>) {
+        let imports = self.imports.remove(&(session, memory));
+        let garbage = Garbage {
+            imports: imports.into_iter().collect(),
+            ..Garbage::default()
+        };
+        self.defer(Deferred::Free(garbage, freed));
+    }
+
+    /// Frees everything of a session, likewise.
+    pub(crate) fn forget(&mut self, session: u64, freed: Option<Freed>) {
+        let streams: Vec<_> = self.rings.keys().copied().collect();
+        let memories: Vec<_> = self.imports.keys().copied().collect();
+        let garbage = Garbage {
+            rings: streams
+                .into_iter()
+                .filter(|(owner, _)| *owner == session)
+                .filter_map(|key| self.rings.remove(&key))
+                .collect(),
+            imports: memories
+                .into_iter()
+                .filter(|(owner, _)| *owner == session)
+                .filter_map(|key| self.imports.remove(&key))
+                .collect(),
+            window: self.windows.remove(&session),
+        };
+        self.newest.retain(|(_, owner, _)| *owner != session);
+        self.defer(Deferred::Free(garbage, freed));
+    }
+
+    fn defer(&mut self, what: Deferred) {
+        if self.deferred.is_empty() && self.newest_done() >= self.launches {
+            self.carry_out(what);
+        } else {
+            self.deferred.push_back((self.launches, what));
+        }
+    }
+
+    fn carry_out(&self, what: Deferred) {
+        match what {
+            Deferred::Done { session, sequence } => {
+                if let Some(window) = self.windows.get(&session) {
+                    window.control.set_done(sequence);
+                }
+            }
+            Deferred::Ended(session) => {
+                if let Some(window) = self.windows.get(&session) {
+                    window.control.set_ended();
+                }
+            }
+            Deferred::Free(garbage, freed) => self.submit(
+                "freeing GPU memory",
+                move |_| garbage.free(),
+                move |()| {
+                    if let Some(freed) = freed {
+                        freed();
+                    }
+                },
+            ),
+        }
+    }
+
+    /// The launch up to which everything is known to be done on every GPU.
+    fn newest_done(&self) -> u64 {
+        let behind = self.lanes.iter().filter(|lane| lane.done < lane.launched);
+        behind.map(|lane| lane.done).min().unwrap_or(self.launches)
+    }
+
+    /// Looks at the GPUs, and carries out what waited for them. Waits for nothing.
+    pub(crate) fn poll(&mut self) -> Result<(), GpuTrouble> {
+        let lost = |error: CudaError| GpuTrouble::Lost {
+            rank: None,
+            reason: format!("the GPU failed: {error}"),
+        };
+        let mut stuck = None;
+        for lane in &mut self.lanes {
+            if let Some((launch, since)) = lane.fence {
+                if lane.gpu.fence.is_done().map_err(lost)? {
+                    lane.done = launch;
+                    lane.fence = None;
+                } else if since.elapsed() > self.longest_timeout + GPU_GRACE {
+                    stuck = Some(lane.gpu.device().to_string());
+                }
+            }
+            if lane.fence.is_none() && lane.done < lane.launched {
+                // SAFETY: the stream is the GPU's own, of the fence's context.
+                #[allow(unsafe_code)] // room: CUDA bindings
+                unsafe { lane.gpu.fence.record_on(lane.gpu.stream.raw().cast()) }.map_err(lost)?;
+                lane.fence = Some((lane.launched, Instant::now()));
+            }
+        }
+        let done = self.newest_done();
+        while let Some((launch, _)) = self.deferred.front()
+            && *launch <= done
+            && let Some((_, what)) = self.deferred.pop_front()
+        {
+            self.carry_out(what);
+        }
+        if let Some(device) = stuck {
+            return Err(self.name_who_holds_up(&device));
+        }
+        self.check_status()
+    }
+
+    /// Whether a kernel of the epoch has given up.
+    fn check_status(&self) -> Result<(), GpuTrouble> {
+        let Some(epoch) = &self.epoch else {
+            return Ok(());
+        };
+        for session in &epoch.sessions {
+            let status = self
+                .windows
+                .get(session)
+                .and_then(|window| window.control.status());
+            if let Some(abort) = status {
+                return Err(GpuTrouble::Aborted {
+                    rank: self.world_size.rank(abort.rank).ok(),
+                    reason: abort.to_string(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// The GPU has not come through: whose stream has not reached its call?
+    fn name_who_holds_up(&self, device: &str) -> GpuTrouble {
+        let late: Vec<Rank> = self
+            .newest
+            .iter()
+            .filter(|(_, session, ticket)| {
+                let ready = self
+                    .rings
+                    .get(&(*session, ticket.stream_id))
+                    .and_then(|ring| ring.ready.get(ticket.slot as usize));
+                ready.is_some_and(|event| event.is_done() == Ok(false))
+            })
+            .map(|(rank, _, _)| *rank)
+            .collect();
+        let limit = (self.longest_timeout + GPU_GRACE).as_millis();
+        let names: Vec<String> = late.iter().map(Rank::to_string).collect();
+        let reason = if names.is_empty() {
+            format!("{device} did not finish a reduction within {limit} ms")
+        } else {
+            format!(
+                "the stream of rank {} did not reach its reduction on {device} within {limit} ms",
+                names.join(", ")
+            )
+        };
+        GpuTrouble::Lost {
+            rank: late.first().copied().filter(|_| late.len() == 1),
+            reason,
+        }
+    }
+
+    /// Enqueues a reduction behind its ranks' ready events, and their done events behind it.
+    pub(crate) fn launch(
+        &mut self,
+        launch: &Launch,
+        fault: Option<Fault>,
+    ) -> Result<(), GpuTrouble> {
+        self.check_status()?;
+        let lost = |error: GpuError| GpuTrouble::Lost {
+            rank: None,
+            reason: format!("the reduction could not be enqueued: {error}"),
+        };
+        let mut parts = Vec::with_capacity(launch.ranks.len());
+        for rank in &launch.ranks {
+            parts.push(self.part(rank).map_err(lost)?);
+        }
+        for place in 0..self.lanes.len() {
+            self.launch_on(place, launch, &parts).map_err(lost)?;
+        }
+        self.launches += 1;
+        self.longest_timeout = self.longest_timeout.max(launch.timeout);
+        for lane in &mut self.lanes {
+            if parts
+                .iter()
+                .any(|part| Arc::ptr_eq(&part.window.gpu, &lane.gpu))
+            {
+                lane.launched = self.launches;
+            }
+        }
+        for rank in &launch.ranks {
+            if let Some(ticket) = rank.ticket {
+                self.newest.retain(|(known, _, _)| *known != rank.rank);
+                self.newest.push((rank.rank, rank.session, ticket));
+            }
+        }
+        if let Some(fault) = fault {
+            damage(&parts, launch.signature, fault)
+                .map_err(|error| lost(failed("fault")(error)))?;
+        }
+        self.poll()
+    }
+
+    fn part(&self, rank: &RankLaunch) -> Result<Part, GpuError> {
+        let missing = |what: &str| GpuError::Call {
+            what: format!("rank {}: {what} is not mapped", rank.rank),
+            error: CudaError {
+                call: "launch",
+                code: 0,
+                name: "none".to_owned(),
+            },
+        };
+        let window = self
+            .windows
+            .get(&rank.session)
+            .ok_or_else(|| missing("its window"))?;
+        let address = |place: Place| {
+            if place.memory == ARENA {
+                return Some(window.arena_start() + place.offset_bytes);
+            }
+            let import = self.imports.get(&(rank.session, place.memory))?;
+            Some(import.start() + place.offset_bytes)
+        };
+        Ok(Part {
+            src: address(rank.src).ok_or_else(|| missing("its source"))?,
+            dst: address(rank.dst).ok_or_else(|| missing("its destination"))?,
+            window: Arc::clone(window),
+            session: rank.session,
+            ticket: rank.ticket,
+        })
+    }
+
+    fn event(&self, part: &Part, of: impl Fn(&Ring) -> &Vec<Event>) -> Option<&Event> {
+        let ticket = part.ticket?;
+        let ring = self.rings.get(&(part.session, ticket.stream_id))?;
+        of(ring).get(ticket.slot as usize)
+    }
+
+    #[allow(unsafe_code)] // room: CUDA bindings
+    fn launch_on(&self, place: usize, launch: &Launch, parts: &[Part]) -> Result<(), GpuError> {
+        let Some(lane) = self.lanes.get(place) else {
+            return Ok(());
+        };
+        let here: Vec<&Part> = parts
+            .iter()
+            .filter(|part| Arc::ptr_eq(&part.window.gpu, &lane.gpu))
+            .collect();
+        if here.is_empty() {
+            return Ok(());
+        }
+        // Entered once for all the calls below, which then find it current.
+        let _entered = lane.gpu.context.enter().map_err(failed("context"))?;
+        let stream = lane.gpu.stream.raw().cast();
+        for part in &here {
+            if let Some(ready) = self.event(part, |ring| &ring.ready) {
+                // SYNC: ready event. The rank recorded it behind what writes its source; from here on the
+                // stream sees that.
+                // SAFETY: the stream is live and of the event's context.
+                unsafe { ready.wait_on(stream) }.map_err(failed("ready event"))?;
+            }
+        }
+        self.launch_kernels(lane, launch, &here)?;
+        for part in &here {
+            if let Some(done) = self.event(part, |ring| &ring.done) {
+                // SYNC: done event. Who waits for it sees the result.
+                // SAFETY: as above.
+                unsafe { done.record_on(stream) }.map_err(failed("done event"))?;
+            }
+        }
+        Ok(())
+    }
+
+    #[allow(unsafe_code)] // room: CUDA bindings
+    fn launch_kernels(&self, lane: &Lane, launch: &Launch, here: &[&Part]) -> Result<(), GpuError> {
+        let Signature {
+            num_elems,
+            dtype,
+            op,
+            ..
+        } = launch.signature;
+        let (blocks, data_threads, launch_elems) = match launch.plan.shape {
+            Shape::Cuda {
+                blocks,
+                data_threads,
+                launch_elems,
+            } => (blocks, data_threads, launch_elems),
+            Shape::Host { .. } => {
+                return Err(GpuError::NoKernels(
+                    "the plan is one of the host's".to_owned(),
+                ));
+            }
+        };
+        let Some(op) = op_code(op) else {
+            return Err(GpuError::NoKernels(format!("no operator {op}")));
+        };
+        let elem_bytes = dtype.size_bytes() as u64;
+        let mut first = 0;
+        while first < num_elems {
+            let count = launch_elems.max(1).min(num_elems - first);
+            let calls: Vec<Call> = here
+                .iter()
+                .map(|part| {
+                    Call::new(CallParts {
+                        control: part.window.control_block.start(),
+                        src: part.src + first * elem_bytes,
+                        dst: part.dst + first * elem_bytes,
+                        num_elems: count,
+                        elem_bytes: elem_bytes as u32,
+                        op,
+                        flags: CALL_DIRECT,
+                        blocks,
+                        data_threads,
+                    })
+                })
+                .collect();
+            // SAFETY: the communicator checked the ranges against the buffers; windows, imports and control
+            // blocks are freed only when a fence behind this launch has passed (`defer`).
+            unsafe {
+                lane.kernels.launch(
+                    &lane.gpu,
+                    (launch.plan.algorithm, dtype),
+                    &calls,
+                    (blocks, data_threads),
+                )
+            }?;
+            first += count;
+        }
+        Ok(())
+    }
+}
+
+/// One rank's part of a launch, with its addresses.
+struct Part {
+    window: Arc<Window>,
+    session: u64,
+    src: DevicePtr,
+    dst: DevicePtr,
+    ticket: Option<Ticket>,
+}
+
+/// Carries out a fault: flips a bit of a result, behind it on the stream.
+#[allow(unsafe_code)] // room: CUDA bindings
+fn damage(parts: &[Part], signature: Signature, fault: Fault) -> Result<(), CudaError> {
+    let len_bytes = signature.num_elems * signature.dtype.size_bytes() as u64;
+    let part = usize::try_from(fault.rank)
+        .ok()
+        .and_then(|rank| parts.get(rank));
+    let Some(part) = part.filter(|_| fault.bit / 8 < len_bytes) else {
+        return Ok(());
+    };
+    let stream = &part.window.gpu.stream;
+    let place = part.dst + fault.bit / 8;
+    let mut byte = [0];
+    // SAFETY: the byte is inside the destination, which is mapped.
+    unsafe {
+        stream.download(place, &mut byte)?;
+        let damaged = byte.map(|byte| byte ^ (1 << (fault.bit % 8)));
+        stream.upload(place, &damaged)?;
+    }
+    stream.synchronize()
+}

@@ -1,0 +1,270 @@
+//! One session's memory on backend cuda.
+//!
+//! Owns the window (signals, slots, staging: the executor's alone), the arena (exported to the rank), the
+//! control block of the kernels, and the control page in host memory with its status word. Made and freed on
+//! the CUDA thread.
+#![allow(unsafe_code)] // room: CUDA bindings
+
+use crate::backend::cuda::gpu::{Gpu, failed};
+use crate::communicator::GpuError;
+use allreduce_contract::cuda::{
+    Context, CudaError, DeviceMemory, DevicePtr, IPC_HANDLE_LEN, check,
+};
+use allreduce_contract::kernel::{
+    CONTROL_BLOCK_BYTES, ControlBlock, KERNEL_ABI_VERSION, Regions, SIGNAL_BYTES,
+};
+use allreduce_contract::memory::SealedMemory;
+use allreduce_contract::window::{Abort, CONTROL_LEN_BYTES, Control, STATUS_OFFSET_BYTES};
+use allreduce_contract::{Rank, WorldSize};
+use cudarc::driver::sys;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Arenas are whole allocations of this granularity: the driver hands out smaller ones as parts of a larger,
+/// and an IPC handle always names the whole.
+const ARENA_GRANULE_BYTES: u64 = 2 << 20;
+
+/// What a window is made by.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct WindowSpec {
+    pub(crate) rank: Rank,
+    pub(crate) world_size: WorldSize,
+    pub(crate) epoch: u64,
+    pub(crate) arena_len_bytes: u64,
+    pub(crate) regions: Regions,
+    /// Put into the arena's first 8 bytes.
+    pub(crate) nonce: u64,
+}
+
+/// A session's memory.
+#[derive(Debug)]
+pub(crate) struct Window {
+    pub(crate) rank: Rank,
+    pub(crate) gpu: Arc<Gpu>,
+    pub(crate) nonce: u64,
+    /// How the rank maps the arena.
+    pub(crate) arena_handle: [u8; IPC_HANDLE_LEN],
+    /// Differs for each arena of this process.
+    pub(crate) generation: u64,
+    pub(crate) control_block: DeviceMemory,
+    regions: Regions,
+    memory: DeviceMemory,
+    arena: DeviceMemory,
+    // Before the control page: it is registered memory of that.
+    page: HostPage,
+    pub(crate) control: Control,
+    control_memory: SealedMemory,
+}
+
+impl Window {
+    pub(crate) fn create(gpu: Arc<Gpu>, spec: &WindowSpec) -> Result<Self, GpuError> {
+        static GENERATIONS: AtomicU64 = AtomicU64::new(1);
+        let arena_len_bytes = spec
+            .arena_len_bytes
+            .max(1)
+            .checked_next_multiple_of(ARENA_GRANULE_BYTES)
+            .ok_or(GpuError::NoMemory {
+                needed: spec.arena_len_bytes,
+                available: free_bytes(&gpu.context),
+            })?;
+        let allocate = |len_bytes: u64| {
+            DeviceMemory::allocate(&gpu.context, len_bytes).map_err(|error| {
+                if error.is_out_of_memory() {
+                    GpuError::NoMemory {
+                        needed: len_bytes,
+                        available: free_bytes(&gpu.context),
+                    }
+                } else {
+                    failed("window")(error)
+                }
+            })
+        };
+        let memory = allocate(spec.regions.len_bytes())?;
+        let arena = allocate(arena_len_bytes)?;
+        let control_block = allocate(CONTROL_BLOCK_BYTES)?;
+        let arena_handle = arena.export().map_err(failed("arena"))?;
+        let (control, control_memory) = Control::create(spec.rank, spec.world_size, spec.epoch)
+            .map_err(|error| GpuError::Memory(Arc::new(error)))?;
+        let page = HostPage::register(&gpu.context, &control).map_err(failed("control page"))?;
+        let window = Self {
+            rank: spec.rank,
+            nonce: spec.nonce,
+            arena_handle,
+            // Relaxed: only uniqueness matters.
+            generation: GENERATIONS.fetch_add(1, Ordering::Relaxed),
+            control_block,
+            regions: spec.regions,
+            memory,
+            arena,
+            page,
+            control,
+            control_memory,
+            gpu,
+        };
+        let stream = &window.gpu.side_stream;
+        // SAFETY: the arena is this window's, has at least 8 bytes, and nobody else knows it yet.
+        unsafe { stream.upload(window.arena.start(), &spec.nonce.to_le_bytes()) }
+            .and_then(|()| stream.synchronize())
+            .map_err(failed("arena"))?;
+        Ok(window)
+    }
+
+    pub(crate) fn arena_start(&self) -> DevicePtr {
+        self.arena.start()
+    }
+
+    pub(crate) fn arena_len_bytes(&self) -> u64 {
+        self.arena.len_bytes()
+    }
+
+    pub(crate) fn control_len_bytes(&self) -> u64 {
+        self.control_memory.len_bytes().get() as u64
+    }
+
+    pub(crate) fn control_fd(&self) -> BorrowedFd<'_> {
+        self.control_memory.as_fd()
+    }
+
+    /// GPU memory that it takes.
+    pub(crate) fn gpu_bytes(&self) -> u64 {
+        self.memory.len_bytes() + self.arena.len_bytes() + self.control_block.len_bytes()
+    }
+
+    /// Whether the rank has answered the nonce: proof that it sees the same memory.
+    pub(crate) fn is_answered(&self) -> Result<bool, CudaError> {
+        let mut found = [0; 8];
+        // SAFETY: the arena is live and has at least 8 bytes.
+        unsafe {
+            self.gpu
+                .side_stream
+                .download(self.arena.start(), &mut found)
+        }?;
+        Ok(u64::from_le_bytes(found) == !self.nonce)
+    }
+
+    /// Enqueues what an epoch (or a test) of `regions.world_size` ranks starts from: no flags, empty slots,
+    /// the control block. `windows` are all ranks', in rank order, this one at `place`.
+    ///
+    /// # Safety
+    /// No kernel uses the window until the stream has done it.
+    pub(crate) unsafe fn begin_epoch(
+        &self,
+        windows: &[&Window],
+        place: u32,
+        epoch: u64,
+        timeout_ns: u64,
+    ) -> Result<(), CudaError> {
+        let regions = Regions {
+            world_size: u32::try_from(windows.len()).unwrap_or(u32::MAX),
+            ..self.regions
+        };
+        let mut block = ControlBlock {
+            abi_version: KERNEL_ABI_VERSION,
+            world_size: regions.world_size,
+            rank: place,
+            // The kernels keep 32 bits, abort words 24: enough to tell neighbours apart.
+            epoch: epoch as u32,
+            timeout_ns,
+            status: self.page.device_start + STATUS_OFFSET_BYTES as u64,
+            push_offset: regions.push_offset(),
+            push_slot_bytes: regions.push_slot_bytes,
+            inband_offset: regions.inband_offset(),
+            inband_part_bytes: regions.inband_part_bytes,
+            staging_offset: regions.staging_offset(),
+            staging_part_bytes: regions.staging_part_bytes,
+            ..ControlBlock::default()
+        };
+        let places = block.window.iter_mut().zip(&mut block.arena);
+        for ((window, arena), of) in places.zip(windows) {
+            *window = of.memory.start();
+            *arena = of.arena.start();
+        }
+        let stream = &self.gpu.stream;
+        let start = self.memory.start();
+        let slots = regions.staging_offset() - regions.push_offset();
+        // SAFETY: the ranges are inside this window's memory and control block (fewer ranks take less room
+        // than it was made for); ControlBlock is plain integers without padding (asserted where it is
+        // declared); the rest is the caller's.
+        unsafe {
+            stream.fill(start, 0, SIGNAL_BYTES)?;
+            stream.fill(start + regions.push_offset(), 0xff, slots)?;
+            stream.fill(self.control_block.start(), 0, CONTROL_BLOCK_BYTES)?;
+            let bytes = std::slice::from_raw_parts(
+                (&raw const block).cast::<u8>(),
+                size_of::<ControlBlock>(),
+            );
+            stream.upload(self.control_block.start(), bytes)
+        }
+    }
+
+    /// Tells kernels that wait, or have yet to start, that the epoch is over. Does not wait for them.
+    pub(crate) fn abort(&self, abort: Abort) -> Result<(), CudaError> {
+        self.control.set_status(abort);
+        // SAFETY: the window's first word is its abort word (abi.h, Signal), which anybody may set at any time.
+        unsafe {
+            self.gpu
+                .side_stream
+                .upload(self.memory.start(), &abort.to_word().to_le_bytes())
+        }
+    }
+}
+
+/// Free memory of the context's device, by the driver's account; 0 if it does not say.
+pub(crate) fn free_bytes(context: &Context) -> u64 {
+    let Ok(_entered) = context.enter() else {
+        return 0;
+    };
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: the places are lengths; a context is current.
+    let told = check("cuMemGetInfo", unsafe {
+        sys::cuMemGetInfo_v2(&raw mut free, &raw mut total)
+    });
+    told.map_or(0, |()| free as u64)
+}
+
+/// A control page that kernels can store to.
+#[derive(Debug)]
+struct HostPage {
+    context: Arc<Context>,
+    start: ptr::NonNull<u8>,
+    device_start: DevicePtr,
+}
+
+// SAFETY: the address is only passed to the driver.
+unsafe impl Send for HostPage {}
+// SAFETY: as above.
+unsafe impl Sync for HostPage {}
+
+impl HostPage {
+    fn register(context: &Arc<Context>, control: &Control) -> Result<Self, CudaError> {
+        let _entered = context.enter()?;
+        let start = control.page_start();
+        let flags = sys::CU_MEMHOSTREGISTER_DEVICEMAP | sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // SAFETY: the page is mapped as long as the control page's owner, which drops this guard first.
+        check("cuMemHostRegister", unsafe {
+            sys::cuMemHostRegister_v2(start.as_ptr().cast(), CONTROL_LEN_BYTES.get(), flags)
+        })?;
+        let mut page = Self {
+            context: Arc::clone(context),
+            start,
+            device_start: 0,
+        };
+        // SAFETY: the page is registered; device_start is a place for an address.
+        check("cuMemHostGetDevicePointer", unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&raw mut page.device_start, start.as_ptr().cast(), 0)
+        })?;
+        Ok(page)
+    }
+}
+
+impl Drop for HostPage {
+    fn drop(&mut self) {
+        let Ok(_entered) = self.context.enter() else {
+            return;
+        };
+        // SAFETY: registered by this value, unregistered once.
+        let _ = unsafe { sys::cuMemHostUnregister(self.start.as_ptr().cast()) };
+    }
+}

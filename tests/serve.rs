@@ -7,7 +7,7 @@ mod harness;
 use harness::raw::{executor_pid, info};
 use harness::worker::Worker;
 use harness::{
-    BINARY, SOON, Scratch, Serve, children_of, command, eventually, is_alive, join_all, run,
+    SOON, Scratch, Serve, binary, children_of, command, eventually, is_alive, join_all, run,
     run_within, watchdog,
 };
 use nix::sys::signal::Signal;
@@ -245,7 +245,12 @@ fn the_sockets_mode_does_not_depend_on_the_umask() {
         command
             .arg("-c")
             .arg(format!("umask {umask}; exec \"$0\" \"$@\""))
-            .args([BINARY, "serve", "--until-stdin-closes", "--socket"])
+            .args([
+                binary().as_str(),
+                "serve",
+                "--until-stdin-closes",
+                "--socket",
+            ])
             .arg(&socket)
             .env("ALLREDUCED_LOG__LEVEL", "error");
         let _serve = Serve::start_command(command);

@@ -3,6 +3,7 @@
 //! Owns the Attach stream, its heartbeats, and errands that must not wait for the worker (giving
 //! buffers back, leaving). One thread for each joined communicator, so that a worker that computes, or
 //! is stuck in a native library, stays a member; it dies with the process, and the membership with it.
+//! CUDA calls block, so threads that it starts make them.
 //!
 //! ```text
 //!   Joining --Joined, window mapped--> Joined --Ready--> Ready
@@ -10,7 +11,10 @@
 //!      +-----------------+----------------+----------------+--> Over (refused, ended, lost, left)
 //! ```
 
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::{EpochEnd, Refused, connection_ended};
+use allreduce_contract::Backend;
 use allreduce_contract::companion::{Kind, Reply, Request, TOKEN_LEN};
 use allreduce_contract::memory::{Mapping, SealedMemory};
 use allreduce_contract::transport::{dial, error_chain};
@@ -19,7 +23,7 @@ use allreduce_contract::v1::attach_response::Message as ToRank;
 use allreduce_contract::v1::buffers_client::BuffersClient;
 use allreduce_contract::v1::communicator_client::CommunicatorClient;
 use allreduce_contract::v1::{
-    AttachRequest, Heartbeat, Hello, Joined, Leave, Notice, NoticeKind, Ready, RegionKind,
+    AttachRequest, Heartbeat, Hello, Joined, Leave, Mapped, Notice, NoticeKind, Ready, RegionKind,
     ReleaseRequest,
 };
 use allreduce_contract::window::Control;
@@ -33,6 +37,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 
@@ -40,6 +45,18 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 const COMPANION_TIMEOUT_S: i64 = 10;
 /// How long leaving may take: then the connection is simply dropped.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The GPU of a rank on backend cuda, and its context once that is made.
+#[cfg(feature = "cuda")]
+pub(crate) use allreduce_contract::cuda::Device as Gpu;
+#[cfg(feature = "cuda")]
+type GpuContext = Arc<allreduce_contract::cuda::Context>;
+/// A build without feature `cuda` has none.
+#[cfg(not(feature = "cuda"))]
+#[derive(Debug, Clone)]
+pub(crate) enum Gpu {}
+#[cfg(not(feature = "cuda"))]
+type GpuContext = Gpu;
 
 /// Where a membership is.
 #[derive(Debug, Clone)]
@@ -61,6 +78,9 @@ pub(crate) enum Over {
     Lost(String),
     /// The window could not be mapped.
     Window(String),
+    /// The GPU could not be used.
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::CudaError),
     /// This side left.
     Left,
 }
@@ -70,7 +90,62 @@ pub(crate) enum Over {
 pub(crate) struct Window {
     pub(crate) joined: Joined,
     pub(crate) control: Control,
-    pub(crate) arena: Arc<Mapping>,
+    pub(crate) arena: Arena,
+}
+
+impl Window {
+    /// Unmaps what the executor may not free while it is mapped here.
+    async fn close(self: &Arc<Self>) {
+        match &self.arena {
+            // A mapped memfd outlives its maker.
+            Arena::Host(_) => {}
+            #[cfg(feature = "cuda")]
+            Arena::Cuda(_) => {
+                let window = Arc::clone(self);
+                // It may block until kernels of this process are done.
+                let closing = cuda::on_helper_thread(move || {
+                    if let Arena::Cuda(arena) = &window.arena {
+                        arena.close();
+                    }
+                });
+                // If that thread was cut off, so is this one.
+                let _ = closing.await;
+            }
+        }
+    }
+}
+
+/// The buffers of a window.
+#[derive(Debug)]
+pub(crate) enum Arena {
+    Host(Arc<Mapping>),
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::Arena),
+}
+
+impl Arena {
+    pub(crate) fn backend(&self) -> Backend {
+        match self {
+            Arena::Host(_) => Backend::Host,
+            #[cfg(feature = "cuda")]
+            Arena::Cuda(_) => Backend::Cuda,
+        }
+    }
+}
+
+/// Why there is no window.
+enum Unmapped {
+    /// This rank gives up.
+    Window(String),
+    /// The executor is told why, and refuses every rank.
+    #[cfg(feature = "cuda")]
+    Gpu(String),
+}
+
+impl From<String> for Unmapped {
+    fn from(reason: String) -> Self {
+        Unmapped::Window(reason)
+    }
 }
 
 /// What the thread does for the worker.
@@ -103,8 +178,8 @@ pub(crate) struct Attachment {
 }
 
 impl Attachment {
-    /// Starts the thread, which dials and says hello.
-    pub(crate) fn start(at: ExecutorAt, hello: Hello) -> io::Result<Self> {
+    /// Starts the thread, which dials and says hello; on backend cuda it makes the GPU's context first.
+    pub(crate) fn start(at: ExecutorAt, hello: Hello, gpu: Option<Gpu>) -> io::Result<Self> {
         let (errands, todo) = mpsc::unbounded_channel();
         let (state, membership) = watch::channel(Membership::Joining);
         let (drain, draining) = watch::channel(false);
@@ -124,7 +199,7 @@ impl Attachment {
                                 drain,
                             };
                             tokio::select! {
-                                over = member.run(hello, todo) => over,
+                                over = member.run(hello, gpu, todo) => over,
                                 // Whatever it is stuck in, an executor that does not answer say.
                                 () = cut_off(told_to_leave) => Over::Left,
                             }
@@ -189,7 +264,20 @@ fn lost(error: impl std::fmt::Display) -> Over {
 }
 
 impl Member<'_> {
-    async fn run(&self, hello: Hello, mut errands: mpsc::UnboundedReceiver<Errand>) -> Over {
+    async fn run(
+        &self,
+        hello: Hello,
+        gpu: Option<Gpu>,
+        mut errands: mpsc::UnboundedReceiver<Errand>,
+    ) -> Over {
+        let context = match gpu {
+            None => None,
+            #[cfg(feature = "cuda")]
+            Some(gpu) => match cuda::retain(gpu).await {
+                Ok(context) => Some(context),
+                Err(over) => return over,
+            },
+        };
         let channel = match dial(&self.at.socket).await {
             Ok(channel) => channel,
             Err(error) => return lost(error_chain(&error)),
@@ -211,7 +299,8 @@ impl Member<'_> {
             Ok(response) => response.into_inner(),
             Err(status) => return refused_or_lost(&status),
         };
-        let mut buffers = BuffersClient::new(channel);
+        let buffers = BuffersClient::new(channel);
+        let mut releases = JoinSet::new();
         let mut window: Option<Arc<Window>> = None;
         let mut interval = Duration::from_secs(1);
         let mut timeout = Duration::from_secs(10);
@@ -233,14 +322,28 @@ impl Member<'_> {
                             timeout = Duration::from_millis(u64::from(joined.heartbeat_timeout_ms));
                             next_beat = heard + interval;
                             let at = self.at.clone();
-                            let mapping = tokio::task::spawn_blocking(move || map_window(&at, rank, joined));
-                            let mapped = mapping.await.unwrap_or_else(|error| Err(error.to_string()));
+                            let context = context.clone();
+                            let is_cuda = context.is_some();
+                            let mapping = tokio::task::spawn_blocking(move || {
+                                map_window(&at, rank, context, joined)
+                            });
+                            let mapped = mapping
+                                .await
+                                .unwrap_or_else(|error| Err(Unmapped::Window(error.to_string())));
                             match mapped {
                                 Ok(mapped) => {
                                     window = Some(Arc::new(mapped));
+                                    if is_cuda {
+                                        send(FromRank::Mapped(Mapped::default()));
+                                    }
                                     self.state.send_replace(Membership::Joined);
                                 }
-                                Err(reason) => return Over::Window(reason),
+                                Err(Unmapped::Window(reason)) => return Over::Window(reason),
+                                // The verdict comes as the stream's status.
+                                #[cfg(feature = "cuda")]
+                                Err(Unmapped::Gpu(error)) => {
+                                    send(FromRank::Mapped(Mapped { error }));
+                                }
                             }
                         }
                         Some(ToRank::Ready(ready)) => {
@@ -277,21 +380,31 @@ impl Member<'_> {
                     // If the executor has closed the stream, its status is still to be read above.
                     send(FromRank::Heartbeat(Heartbeat { nonce }));
                 }
+                Some(_) = releases.join_next() => {}
                 errand = errands.recv() => match errand {
                     Some(Errand::Release(buffer_id)) => {
                         let Some(window) = &window else { continue };
                         let session = window.joined.session;
-                        let release = buffers.release(ReleaseRequest { session, buffer_id });
-                        // A refusal says that it was given back before, or with the session.
-                        if tokio::time::timeout(timeout, release).await.is_err() {
-                            return lost("the executor does not answer");
-                        }
+                        let mut buffers = buffers.clone();
+                        // Beside the heartbeats: the executor finishes reductions first. An executor that
+                        // hangs is found by its heartbeats.
+                        releases.spawn(async move {
+                            // A refusal says that it was given back before, or with the session.
+                            let _ = buffers.release(ReleaseRequest { session, buffer_id }).await;
+                        });
                     }
                     Some(Errand::Flush(done)) => {
-                        // Who waits may have given up.
-                        let _ = done.send(());
+                        let mut earlier = std::mem::take(&mut releases);
+                        releases.spawn(async move {
+                            while earlier.join_next().await.is_some() {}
+                            // Who waits may have given up.
+                            let _ = done.send(());
+                        });
                     }
                     Some(Errand::Leave) | None => {
+                        if let Some(window) = &window {
+                            window.close().await;
+                        }
                         send(FromRank::Leave(Leave {}));
                         drop(outbound);
                         let closed = async { while let Ok(Some(_)) = inbound.message().await {} };
@@ -322,7 +435,12 @@ fn ended(notice: Notice) -> Over {
     })
 }
 
-fn map_window(at: &ExecutorAt, rank: u32, joined: Joined) -> Result<Window, String> {
+fn map_window(
+    at: &ExecutorAt,
+    rank: u32,
+    context: Option<GpuContext>,
+    joined: Joined,
+) -> Result<Window, Unmapped> {
     let fetch = |kind: Kind, region: RegionKind| {
         let announced = joined
             .regions
@@ -347,8 +465,14 @@ fn map_window(at: &ExecutorAt, rank: u32, joined: Joined) -> Result<Window, Stri
     };
     let control = fetch(Kind::Control, RegionKind::Control)?;
     let control = Control::open(&control).map_err(|error| error.to_string())?;
-    let arena = fetch(Kind::Arena, RegionKind::Arena)?;
-    let arena = Arc::new(arena.map().map_err(|error| error.to_string())?);
+    let arena = match context {
+        None => {
+            let arena = fetch(Kind::Arena, RegionKind::Arena)?;
+            Arena::Host(Arc::new(arena.map().map_err(|error| error.to_string())?))
+        }
+        #[cfg(feature = "cuda")]
+        Some(context) => Arena::Cuda(cuda::Arena::open(&context, &joined).map_err(Unmapped::Gpu)?),
+    };
     Ok(Window {
         joined,
         control,

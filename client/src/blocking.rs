@@ -6,8 +6,16 @@
 
 use crate::buffer::{Buffer, Element, Memory};
 use crate::client::JoinOptions;
+#[cfg(feature = "cuda")]
+use crate::communicator::Reduction;
 use crate::communicator::{AllReduceOptions, Outcome};
-use crate::error::{BufferError, ConnectError, Failed, JoinError, Refused, StillRunning};
+#[cfg(feature = "cuda")]
+use crate::cuda::{Device, DeviceBuffer, StreamHandle};
+use crate::error::{
+    AllReduceError, BufferError, ConnectError, Failed, JoinError, Refused, StillRunning,
+};
+#[cfg(feature = "cuda")]
+use allreduce_contract::Dtype;
 use allreduce_contract::{Backend, Lane, Op};
 use std::io;
 use std::path::Path;
@@ -88,6 +96,19 @@ impl Communicator {
     /// Why this lane.
     pub fn lane_reason(&self) -> &str {
         self.communicator.lane_reason()
+    }
+
+    /// See [`crate::Communicator::warnings`].
+    pub fn warnings(&self) -> &[String] {
+        self.communicator.warnings()
+    }
+
+    /// See [`crate::Communicator::check`].
+    ///
+    /// # Errors
+    /// [`AllReduceError`].
+    pub fn check(&self) -> Result<(), AllReduceError> {
+        self.communicator.check()
     }
 
     /// See [`crate::Communicator::is_draining`].
@@ -172,5 +193,83 @@ impl Communicator {
     /// See [`crate::Communicator::leave`].
     pub fn leave(self) {
         self.runtime.block_on(self.communicator.leave());
+    }
+}
+
+/// On backend cuda. Each method answers `WrongBackend` on backend host.
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code)] // room: CUDA
+impl Communicator {
+    /// See [`crate::Communicator::device`].
+    pub fn device(&self) -> Option<&Device> {
+        self.communicator.device()
+    }
+
+    /// See [`crate::Communicator::allocate_device`].
+    ///
+    /// # Errors
+    /// [`BufferError`].
+    pub fn allocate_device(&self, len_bytes: usize) -> Result<DeviceBuffer, BufferError> {
+        self.runtime
+            .block_on(self.communicator.allocate_device(len_bytes))
+    }
+
+    /// See [`crate::Communicator::register_device`].
+    ///
+    /// # Safety
+    /// As there.
+    ///
+    /// # Errors
+    /// [`BufferError`].
+    pub unsafe fn register_device(&self, ptr: u64) -> Result<DeviceBuffer, BufferError> {
+        // SAFETY: the caller promises the same.
+        let registering = unsafe { self.communicator.register_device(ptr) };
+        self.runtime.block_on(registering)
+    }
+
+    /// See [`crate::Communicator::release_device`].
+    ///
+    /// # Errors
+    /// [`BufferError`].
+    pub fn release_device(&self, buffer: DeviceBuffer) -> Result<(), BufferError> {
+        self.runtime
+            .block_on(self.communicator.release_device(buffer))
+    }
+
+    /// See [`crate::Communicator::all_reduce_on`].
+    ///
+    /// # Safety
+    /// As there.
+    ///
+    /// # Errors
+    /// [`AllReduceError`].
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the arguments of a collective, in the order that NCCL has made familiar"
+    )]
+    pub unsafe fn all_reduce_on(
+        &self,
+        stream: StreamHandle,
+        src: u64,
+        dst: u64,
+        num_elems: usize,
+        dtype: Dtype,
+        op: Op,
+        options: AllReduceOptions,
+    ) -> Result<Reduction, AllReduceError> {
+        let communicator = &self.communicator;
+        // SAFETY: the caller promises the same.
+        let reducing =
+            unsafe { communicator.all_reduce_on(stream, src, dst, num_elems, dtype, op, options) };
+        self.runtime.block_on(reducing)
+    }
+
+    /// See [`crate::Communicator::close_stream`].
+    ///
+    /// # Errors
+    /// [`AllReduceError`].
+    pub fn close_stream(&self, stream: StreamHandle) -> Result<(), AllReduceError> {
+        self.runtime
+            .block_on(self.communicator.close_stream(stream))
     }
 }

@@ -1,7 +1,9 @@
 //! The daemon, from a worker's side: finding executors and joining communicators.
 
-use crate::attach::{Attachment, ExecutorAt, Membership, Over};
+use crate::attach::{Attachment, ExecutorAt, Gpu, Membership, Over};
 use crate::communicator::Communicator;
+#[cfg(feature = "cuda")]
+use crate::cuda::Device;
 use crate::error::{ConnectError, JoinError, Refused};
 use allreduce_contract::companion::TOKEN_LEN;
 use allreduce_contract::transport::{dial, error_chain};
@@ -25,6 +27,13 @@ const LONGEST_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
 /// answer, which names the missing ranks, comes first.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(150);
 
+/// What a rank without a GPU is told about a communicator on backend cuda.
+const HOW_TO_BRING_A_GPU: &str = if cfg!(feature = "cuda") {
+    "name a GPU with JoinOptions::device, or ask for backend cuda"
+} else {
+    "build allreduce-client with feature `cuda`"
+};
+
 /// The socket of the node's daemon when none is named: `ALLREDUCED_SOCKET`, else where `serve` of the same
 /// user listens ([`allreduce_contract::default_socket`]).
 pub fn default_socket() -> PathBuf {
@@ -39,6 +48,8 @@ pub struct JoinOptions {
     rank: u32,
     world_size: u32,
     backend: Option<Backend>,
+    #[cfg(feature = "cuda")]
+    device: Option<Device>,
     lanes: Vec<Lane>,
     arena_len_bytes: u64,
     client_name: String,
@@ -57,6 +68,8 @@ impl JoinOptions {
             rank,
             world_size,
             backend: None,
+            #[cfg(feature = "cuda")]
+            device: None,
             lanes: Vec::new(),
             arena_len_bytes: 0,
             client_name: program.unwrap_or_default(),
@@ -64,11 +77,35 @@ impl JoinOptions {
         }
     }
 
-    /// Asks for a backend instead of letting the daemon choose.
+    /// Asks for a backend instead of letting the daemon choose. Backend cuda without a
+    #[cfg_attr(feature = "cuda", doc = "[device](Self::device)")]
+    #[cfg_attr(not(feature = "cuda"), doc = "device (this needs feature `cuda`)")]
+    /// takes that of the context which is current in the calling thread, or else the first.
     #[must_use]
     pub fn backend(mut self, backend: Backend) -> Self {
         self.backend = Some(backend);
         self
+    }
+
+    /// Brings a GPU: the daemon chooses backend cuda if it can, unless one is asked for. A rank that names
+    /// neither a device nor a backend stays on backend host.
+    #[cfg(feature = "cuda")]
+    #[must_use]
+    pub fn device(mut self, device: Device) -> Self {
+        self.device = Some(device);
+        self
+    }
+
+    /// The GPU that the rank brings, if the communicator turns out to be on backend cuda.
+    fn gpu(&self) -> Result<Option<Gpu>, JoinError> {
+        #[cfg(feature = "cuda")]
+        match (self.backend, &self.device) {
+            (Some(Backend::Host), _) | (None, None) => Ok(None),
+            (Some(Backend::Cuda) | None, Some(device)) => Ok(Some(device.clone())),
+            (Some(Backend::Cuda), None) => Ok(Some(crate::cuda::default_device()?)),
+        }
+        #[cfg(not(feature = "cuda"))]
+        Ok(None)
     }
 
     /// Lanes this rank can use, best first, instead of letting the executor choose.
@@ -129,10 +166,12 @@ impl Client {
     /// # Errors
     /// [`JoinError`]; a refusal is final, and says why.
     pub async fn join(&self, options: JoinOptions) -> Result<Communicator, JoinError> {
+        // Before anything is awaited: it looks at the calling thread's context.
+        let gpu = options.gpu()?;
         let deadline = Instant::now() + options.timeout.min(LONGEST_WAIT);
         let mut pause = FIRST_PAUSE;
         loop {
-            let again = match self.try_join(&options, deadline).await {
+            let again = match self.try_join(&options, gpu.as_ref(), deadline).await {
                 Ok(communicator) => return Ok(communicator),
                 Err(Attempt::Final(error)) => return Err(error),
                 Err(Attempt::Again(reason)) => reason,
@@ -148,7 +187,7 @@ impl Client {
         }
     }
 
-    async fn open(&self, options: &JoinOptions) -> Result<OpenResponse, Attempt> {
+    async fn open(&self, options: &JoinOptions, has_cuda: bool) -> Result<OpenResponse, Attempt> {
         let channel = dial(&self.socket)
             .await
             .map_err(|error| Attempt::Again(error_chain(&error)))?;
@@ -158,6 +197,7 @@ impl Client {
             backend: options
                 .backend
                 .map_or(0, |backend| v1::Backend::from(backend) as i32),
+            has_cuda,
         };
         match ControlClient::new(channel).open(request).await {
             Ok(response) => Ok(response.into_inner()),
@@ -168,11 +208,27 @@ impl Client {
     async fn try_join(
         &self,
         options: &JoinOptions,
+        gpu: Option<&Gpu>,
         deadline: Instant,
     ) -> Result<Communicator, Attempt> {
-        let opened = match tokio::time::timeout_at(deadline, self.open(options)).await {
+        let opening = self.open(options, gpu.is_some());
+        let opened = match tokio::time::timeout_at(deadline, opening).await {
             Ok(opened) => opened?,
             Err(_) => return Err(Attempt::Again("the daemon does not answer Open".to_owned())),
+        };
+        let gpu = match (opened.backend(), gpu) {
+            (v1::Backend::Cuda, Some(gpu)) => Some(gpu.clone()),
+            (v1::Backend::Cuda, None) => {
+                return Err(Attempt::Final(JoinError::NoGpu(HOW_TO_BRING_A_GPU)));
+            }
+            (v1::Backend::Host | v1::Backend::Unspecified, _) => None,
+        };
+        let (device_uuid, has_mps) = match &gpu {
+            #[cfg(feature = "cuda")]
+            Some(gpu) => (gpu.uuid().to_owned(), gpu.has_mps()),
+            #[cfg(not(feature = "cuda"))]
+            Some(gpu) => match *gpu {},
+            None => (String::new(), false),
         };
         let token = <[u8; TOKEN_LEN]>::try_from(opened.token.as_slice()).map_err(|_| {
             Attempt::Again("the daemon answered a token of another length".to_owned())
@@ -187,7 +243,7 @@ impl Client {
             rank: options.rank,
             world_size: options.world_size,
             abi: ABI_VERSION,
-            device_uuid: String::new(),
+            device_uuid,
             lanes: options
                 .lanes
                 .iter()
@@ -196,8 +252,9 @@ impl Client {
             arena_len_bytes: options.arena_len_bytes,
             pid: std::process::id(),
             client_name: options.client_name.clone(),
+            has_mps,
         };
-        let attachment = Attachment::start(at.clone(), hello)
+        let attachment = Attachment::start(at.clone(), hello, gpu)
             .map_err(|error| Attempt::Final(JoinError::Thread(error)))?;
         let mut membership = attachment.membership.clone();
         let settled = membership.wait_for(|state| match state {
@@ -228,21 +285,25 @@ impl Client {
         let channel = dial(&at.socket)
             .await
             .map_err(|error| Attempt::Again(error_chain(&error)))?;
-        let lane = Lane::from_wire(ready.lane);
-        let backend = Backend::from_wire(ready.backend);
-        match (lane, backend) {
-            (Ok(lane), Ok(backend)) => Ok(Communicator::new(
-                attachment,
-                at,
-                channel,
-                window,
-                (options.rank, options.world_size),
-                (backend, lane, ready.reason.clone()),
-            )),
-            (Err(error), _) | (_, Err(error)) => {
-                Err(Attempt::Final(JoinError::Window(error.to_string())))
-            }
+        let unknown = |error: v1::BadEnum| Attempt::Final(JoinError::Window(error.to_string()));
+        let lane = Lane::from_wire(ready.lane).map_err(unknown)?;
+        let backend = Backend::from_wire(ready.backend).map_err(unknown)?;
+        let mapped = window.arena.backend();
+        if backend != mapped {
+            return Err(Attempt::Final(JoinError::Window(format!(
+                "Open said backend {}, Ready says backend {}",
+                mapped.name(),
+                backend.name()
+            ))));
         }
+        Ok(Communicator::new(
+            attachment,
+            at,
+            channel,
+            window,
+            (options.rank, options.world_size),
+            (lane, &ready),
+        ))
     }
 }
 
@@ -294,6 +355,8 @@ impl From<Over> for Attempt {
             Over::Ended(end) => Self::Final(JoinError::EpochEnded(end)),
             Over::Lost(reason) => Self::Again(reason),
             Over::Window(reason) => Self::Final(JoinError::Window(reason)),
+            #[cfg(feature = "cuda")]
+            Over::Cuda(error) => Self::Final(JoinError::Cuda(error.into())),
             Over::Left => Self::Again("left".to_owned()),
         }
     }

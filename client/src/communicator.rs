@@ -3,29 +3,31 @@
 //! Owns the data connection and the sequence numbers. Refuses what can be refused without a round trip:
 //! foreign buffers and ranges that leave them.
 
-use crate::attach::{Attachment, Errand, ExecutorAt, Membership, Over, Window, exchange};
+use crate::attach::{Arena, Attachment, Errand, ExecutorAt, Membership, Over, Window, exchange};
 use crate::buffer::{Buffer, Element, Memory};
 use crate::error::{AllReduceError, BufferError, Failed, Refused, StillRunning, connection_ended};
+use crate::sequence::{Sequences, Ticket};
 use allreduce_contract::companion::{Kind, Reply, Request};
+use allreduce_contract::memory::Mapping;
 use allreduce_contract::v1::buffers_client::BuffersClient;
 use allreduce_contract::v1::collectives_client::CollectivesClient;
 use allreduce_contract::v1::{
-    self, AllReduceRequest, AllReduceResponse, AllocateRequest, BufferRange, ErrorCode, Event,
-    PingRequest, RegisterRequest,
+    self, AllReduceRequest, AllReduceResponse, AllocateRequest, AllocateResponse, BufferRange,
+    ErrorCode, Event, PingRequest, Ready, RegisterRequest,
 };
 use allreduce_contract::window::Settled;
-use allreduce_contract::{Algorithm, Backend, Lane, Op};
+use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op};
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::{JoinError, JoinHandle};
 use tonic::transport::Channel;
 
 /// Beyond a call's deadline, which the executor keeps: how long it may take to say so. An executor that
 /// stays silent longer is lost.
-const ANSWER_GRACE: Duration = Duration::from_secs(5);
+pub(crate) const ANSWER_GRACE: Duration = Duration::from_secs(5);
 
 /// What a reduction may differ in from the whole buffer with the daemon's deadline.
 #[derive(Debug, Clone, Default)]
@@ -34,6 +36,9 @@ pub struct AllReduceOptions {
     pub range: Option<Range<usize>>,
     /// How long to wait for the other ranks; the daemon's `default_timeout_ms` by default.
     pub timeout: Option<Duration>,
+    /// Asks for an algorithm, which all ranks must name, instead of letting the plan choose; one that the
+    /// backend has not is refused.
+    pub algorithm: Option<Algorithm>,
 }
 
 impl AllReduceOptions {
@@ -41,7 +46,7 @@ impl AllReduceOptions {
     pub fn prefix(num_elems: usize) -> Self {
         Self {
             range: Some(0..num_elems),
-            timeout: None,
+            ..Self::default()
         }
     }
 
@@ -50,6 +55,22 @@ impl AllReduceOptions {
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
+    }
+
+    /// With this algorithm.
+    #[must_use]
+    pub fn algorithm(mut self, algorithm: Algorithm) -> Self {
+        self.algorithm = Some(algorithm);
+        self
+    }
+
+    /// For the wire, where 0 means the default.
+    fn timeout_ms(&self) -> u32 {
+        self.timeout.map_or(0, |timeout| {
+            u32::try_from(timeout.as_millis())
+                .unwrap_or(u32::MAX)
+                .max(1)
+        })
     }
 }
 
@@ -83,14 +104,17 @@ pub struct Communicator {
     backend: Backend,
     lane: Lane,
     lane_reason: String,
+    warnings: Vec<String>,
     at: ExecutorAt,
-    collectives: CollectivesClient<Channel>,
-    buffers: BuffersClient<Channel>,
-    window: Arc<Window>,
-    next_sequence: AtomicU64,
-    /// Notified whenever a call is answered.
-    answered: Arc<Notify>,
-    attachment: Attachment,
+    pub(crate) collectives: CollectivesClient<Channel>,
+    pub(crate) buffers: BuffersClient<Channel>,
+    pub(crate) window: Arc<Window>,
+    pub(crate) sequences: Arc<Sequences>,
+    /// None on backend host. Dropped before `attachment`, which leaves: the executor's events outlive
+    /// this side's.
+    #[cfg(feature = "cuda")]
+    pub(crate) gpu: Option<crate::cuda::GpuState>,
+    pub(crate) attachment: Attachment,
 }
 
 impl Communicator {
@@ -100,20 +124,22 @@ impl Communicator {
         channel: Channel,
         window: Arc<Window>,
         (rank, world_size): (u32, u32),
-        (backend, lane, lane_reason): (Backend, Lane, String),
+        (lane, ready): (Lane, &Ready),
     ) -> Self {
         Self {
             rank,
             world_size,
-            backend,
+            backend: window.arena.backend(),
             lane,
-            lane_reason,
+            lane_reason: ready.reason.clone(),
+            warnings: ready.warnings.clone(),
             at,
             collectives: CollectivesClient::new(channel.clone()),
             buffers: BuffersClient::new(channel),
+            sequences: Sequences::new(window.joined.max_in_flight),
+            #[cfg(feature = "cuda")]
+            gpu: crate::cuda::GpuState::new(&window),
             window,
-            next_sequence: AtomicU64::new(1),
-            answered: Arc::new(Notify::new()),
             attachment,
         }
     }
@@ -148,12 +174,17 @@ impl Communicator {
         &self.lane_reason
     }
 
+    /// What makes this communicator slower than it could be, and what to do about it; for people.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
     /// Whether the daemon is draining: finish and leave.
     pub fn is_draining(&self) -> bool {
         *self.attachment.draining.borrow()
     }
 
-    fn session(&self) -> u64 {
+    pub(crate) fn session(&self) -> u64 {
         self.window.joined.session
     }
 
@@ -161,15 +192,25 @@ impl Communicator {
         buffer.is_of(&self.attachment.errands)
     }
 
-    fn errands(&self) -> mpsc::UnboundedSender<Errand> {
+    pub(crate) fn errands(&self) -> mpsc::UnboundedSender<Errand> {
         self.attachment.errands.clone()
+    }
+
+    /// The arena that this process can write to.
+    fn host_arena(&self) -> Result<&Arc<Mapping>, BufferError> {
+        match &self.window.arena {
+            Arena::Host(mapping) => Ok(mapping),
+            #[cfg(feature = "cuda")]
+            Arena::Cuda(_) => Err(BufferError::WrongBackend(Backend::Cuda)),
+        }
     }
 
     /// Takes a buffer of `num_elems` elements from the window. Its contents are whatever was there.
     ///
     /// # Errors
-    /// [`BufferError`]: the arena is full, the epoch is over.
+    /// [`BufferError`]: the arena is full, the epoch is over, the backend is not host.
     pub async fn allocate<T: Element>(&self, num_elems: usize) -> Result<Buffer<T>, BufferError> {
+        let arena = self.host_arena()?;
         let elem_bytes = size_of::<T>();
         let len_bytes = num_elems
             .checked_mul(elem_bytes)
@@ -178,6 +219,23 @@ impl Communicator {
                 num_elems,
                 elem_bytes,
             })?;
+        let allocated = self.allocate_range(len_bytes).await?;
+        Buffer::new(
+            allocated.buffer_id,
+            Arc::clone(arena),
+            allocated.offset_bytes,
+            num_elems,
+            None,
+            self.errands(),
+        )
+        .ok_or_else(|| BufferError::Window(format!("{allocated:?}")))
+    }
+
+    /// Takes a range of the arena.
+    pub(crate) async fn allocate_range(
+        &self,
+        len_bytes: u64,
+    ) -> Result<AllocateResponse, BufferError> {
         let session = self.session();
         let request = AllocateRequest { session, len_bytes };
         let mut allocated = bounded(self.buffers.clone().allocate(request)).await;
@@ -191,19 +249,9 @@ impl Communicator {
             self.flush().await;
             allocated = bounded(self.buffers.clone().allocate(request)).await;
         }
-        let allocated = allocated
-            .map_err(|status| buffer_error(&status))?
-            .into_inner();
-        let arena = Arc::clone(&self.window.arena);
-        Buffer::new(
-            allocated.buffer_id,
-            arena,
-            allocated.offset_bytes,
-            num_elems,
-            None,
-            self.errands(),
-        )
-        .ok_or_else(|| BufferError::Window(format!("{allocated:?}")))
+        allocated
+            .map(tonic::Response::into_inner)
+            .map_err(|status| buffer_error(&status))
     }
 
     /// Waits until the executor has been told of every buffer dropped so far.
@@ -221,6 +269,7 @@ impl Communicator {
     /// # Errors
     /// [`BufferError`].
     pub async fn register<T: Element>(&self, memory: Memory) -> Result<Buffer<T>, BufferError> {
+        self.host_arena()?;
         let session = self.session();
         let memory_len_bytes = memory.len_bytes().get();
         let request = Request {
@@ -253,6 +302,7 @@ impl Communicator {
             memory_handle,
             offset_bytes: 0,
             len_bytes: (num_elems * size_of::<T>()) as u64,
+            cuda: None,
         };
         let registered = bounded(self.buffers.clone().register(request))
             .await
@@ -355,56 +405,94 @@ impl Communicator {
                 offset_bytes: (start * size_of::<T>()) as u64,
             })
         };
-        let timeout_ms = options.timeout.map_or(0, |timeout| {
-            // 0 would mean the default.
-            u32::try_from(timeout.as_millis())
-                .unwrap_or(u32::MAX)
-                .max(1)
-        });
+        let num_elems = (end - start) as u64;
         Ok(AllReduceRequest {
-            session: self.session(),
-            epoch: self.epoch(),
-            sequence: 0,
             src: range(src),
             dst: range(dst),
-            num_elems: (end - start) as u64,
-            dtype: v1::Dtype::from(T::DTYPE) as i32,
-            op: v1::Op::from(op) as i32,
-            timeout_ms,
-            event: None,
+            ..self.call(num_elems, T::DTYPE, op, options)
         })
     }
 
-    /// The next sequence number, once the executor takes it: it lets a rank be `max_in_flight` calls
-    /// ahead of its oldest unanswered one. Nothing is awaited after the number is taken, so that a dropped
-    /// future leaves no gap in the sequence.
-    async fn take_sequence(&self) -> u64 {
-        let window = u64::from(self.window.joined.max_in_flight).max(1);
-        loop {
-            let answered = self.answered.notified();
-            let next = self.next_sequence.load(Ordering::Relaxed);
-            let oldest = next.saturating_sub(window);
-            if oldest == 0 || self.window.control.settled(oldest).is_some() {
-                let taken = self.next_sequence.compare_exchange(
-                    next,
-                    next + 1,
-                    Ordering::Relaxed,
-                    Ordering::Relaxed,
-                );
-                if taken.is_ok() {
-                    return next;
-                }
-                continue;
-            }
-            // The executor may be lost without an answer to any call that is in flight here.
-            let _ = tokio::time::timeout(ANSWER_GRACE, answered).await;
-            if let Membership::Over(_) = &*self.attachment.membership.borrow() {
-                return self.next_sequence.fetch_add(1, Ordering::Relaxed);
-            }
+    /// A request that lacks its sequence number, its ranges and its event.
+    pub(crate) fn call(
+        &self,
+        num_elems: u64,
+        dtype: Dtype,
+        op: Op,
+        options: &AllReduceOptions,
+    ) -> AllReduceRequest {
+        AllReduceRequest {
+            session: self.session(),
+            epoch: self.epoch(),
+            num_elems,
+            dtype: v1::Dtype::from(dtype) as i32,
+            op: v1::Op::from(op) as i32,
+            timeout_ms: options.timeout_ms(),
+            algorithm: options
+                .algorithm
+                .map_or(0, |algorithm| v1::Algorithm::from(algorithm) as i32),
+            ..AllReduceRequest::default()
         }
     }
 
-    /// Sends a request in a task of its own, which holds the buffers until it is answered.
+    /// The next sequence number, once the executor takes it; or why no call can be made any more.
+    pub(crate) async fn take_sequence(&self) -> Result<Ticket, AllReduceError> {
+        let mut membership = self.attachment.membership.clone();
+        tokio::select! {
+            biased;
+            ticket = self.sequences.take() => Ok(ticket),
+            // The executor may be lost without an answer to any call that is in flight here.
+            error = over(&mut membership) => Err(error),
+        }
+    }
+
+    /// Why no call can be made any more, if so.
+    fn check_membership(&self) -> Result<(), AllReduceError> {
+        match &*self.attachment.membership.borrow() {
+            Membership::Over(over) => Err(over.to_error()),
+            Membership::Joining | Membership::Joined | Membership::Ready(..) => Ok(()),
+        }
+    }
+
+    /// Whether this rank can go on: no reduction of its own has failed on the GPU, and the epoch is not
+    /// over. Costs two loads: no call to the executor, none to CUDA.
+    ///
+    /// # Errors
+    /// [`AllReduceError::Device`] or another for which [`AllReduceError::is_epoch_over`] holds.
+    pub fn check(&self) -> Result<(), AllReduceError> {
+        match self.window.control.status() {
+            Some(abort) => Err(AllReduceError::Device(abort)),
+            None => self.check_membership(),
+        }
+    }
+
+    /// How long the other ranks have to make a call.
+    pub(crate) fn timeout(&self, options: &AllReduceOptions) -> Duration {
+        options.timeout.unwrap_or_else(|| {
+            Duration::from_millis(u64::from(self.window.joined.default_timeout_ms))
+        })
+    }
+
+    /// Sends a request in a task of its own, which holds `held` until it is answered: the other ranks count
+    /// on the call, whether or not who made it still waits.
+    pub(crate) fn send<B: Send + 'static>(
+        &self,
+        ticket: Ticket,
+        request: AllReduceRequest,
+        timeout: Duration,
+        held: B,
+    ) -> JoinHandle<(B, Result<AllReduceResponse, AllReduceError>)> {
+        let collectives = self.collectives.clone();
+        let membership = self.attachment.membership.clone();
+        tokio::spawn(async move {
+            let limit = timeout.saturating_add(ANSWER_GRACE);
+            let answer = answer(collectives, request, membership, limit).await;
+            drop(ticket);
+            (held, answer)
+        })
+    }
+
+    /// Makes a call with buffers that come back when it is answered.
     async fn run<B: Send + 'static>(
         &self,
         buffers: B,
@@ -412,44 +500,37 @@ impl Communicator {
         options: &AllReduceOptions,
     ) -> Outcome<B> {
         let failed = |error, buffers| Box::new(Failed { error, buffers });
-        let mut request = match request {
+        let mut request = match request.and_then(|request| {
+            self.check_membership()?;
+            Ok(request)
+        }) {
             Ok(request) => request,
             Err(error) => return Err(failed(error, Some(buffers))),
         };
-        if let Membership::Over(over) = &*self.attachment.membership.borrow() {
-            return Err(failed(over.to_error(), Some(buffers)));
-        }
-        let timeout = options.timeout.unwrap_or_else(|| {
-            Duration::from_millis(u64::from(self.window.joined.default_timeout_ms))
-        });
-        let sequence = self.take_sequence().await;
+        let ticket = match self.take_sequence().await {
+            Ok(ticket) => ticket,
+            Err(error) => return Err(failed(error, Some(buffers))),
+        };
+        let sequence = ticket.sequence();
         request.sequence = sequence;
         request.event = Some(Event {
             ready_value: sequence,
+            ..Event::default()
         });
         // SYNC: ready. What the worker wrote to the buffers is visible to the executor when it sees
         // this.
         self.window.control.set_ready(sequence);
-        let collectives = self.collectives.clone();
-        let membership = self.attachment.membership.clone();
-        let answered = Arc::clone(&self.answered);
-        let task = tokio::spawn(async move {
-            let limit = timeout.saturating_add(ANSWER_GRACE);
-            let answer = answer(collectives, request, membership, limit).await;
-            answered.notify_waiters();
-            (buffers, answer)
-        });
-        match task.await {
+        match self
+            .send(ticket, request, self.timeout(options), buffers)
+            .await
+        {
             Ok((buffers, Ok(response))) => match reduction(&response) {
                 Ok(reduction) => Ok((buffers, reduction)),
                 Err(error) => Err(failed(error, Some(buffers))),
             },
             Ok((_, Err(error @ AllReduceError::ExecutorLost(_)))) => Err(failed(error, None)),
             Ok((buffers, Err(error))) => Err(failed(error, Some(buffers))),
-            Err(error) => Err(failed(
-                AllReduceError::ExecutorLost(format!("the call was cut off: {error}")),
-                None,
-            )),
+            Err(error) => Err(failed(cut_off(&error), None)),
         }
     }
 
@@ -459,7 +540,7 @@ impl Communicator {
     /// # Errors
     /// [`StillRunning`] after `timeout`.
     pub fn wait_settled(&self, timeout: Duration) -> Result<(), StillRunning> {
-        let last = self.next_sequence.load(Ordering::Relaxed) - 1;
+        let last = self.sequences.last();
         match self.window.control.wait_settled(last, timeout) {
             Settled::Done | Settled::Ended => Ok(()),
             Settled::Deadline => Err(StillRunning(timeout)),
@@ -479,7 +560,12 @@ impl Communicator {
 
     /// Leaves the communicator, and waits until the executor knows. The other ranks' next call answers
     /// that this rank left.
+    ///
+    /// On backend cuda the window is unmapped first, so whatever the rank's streams do with buffers of it must
+    /// be done: synchronise them before. The same goes for dropping the communicator.
     pub async fn leave(mut self) {
+        #[cfg(feature = "cuda")]
+        drop(self.gpu.take());
         // Joining the thread blocks, at most for the leave timeout.
         let left = tokio::task::spawn_blocking(move || self.attachment.leave());
         // It does not panic; were it cut off, the connection would have ended all the same.
@@ -495,9 +581,29 @@ impl Over {
             Over::Lost(reason) | Over::Window(reason) => {
                 AllReduceError::ExecutorLost(reason.clone())
             }
+            #[cfg(feature = "cuda")]
+            Over::Cuda(error) => AllReduceError::ExecutorLost(error.to_string()),
             Over::Left => AllReduceError::ExecutorLost("this rank has left".to_owned()),
         }
     }
+}
+
+/// Waits until no call can be made any more, and says why.
+async fn over(membership: &mut watch::Receiver<Membership>) -> AllReduceError {
+    let state = membership
+        .wait_for(|state| matches!(state, Membership::Over(_)))
+        .await;
+    match state.as_deref() {
+        Ok(Membership::Over(over)) => over.to_error(),
+        Ok(Membership::Joining | Membership::Joined | Membership::Ready(..)) | Err(_) => {
+            AllReduceError::ExecutorLost("the client's thread ended".to_owned())
+        }
+    }
+}
+
+/// A call's task ended without an answer.
+pub(crate) fn cut_off(error: &JoinError) -> AllReduceError {
+    AllReduceError::ExecutorLost(format!("the call was cut off: {error}"))
 }
 
 /// The answer, or that the executor is lost.
@@ -537,19 +643,27 @@ async fn answer(
 }
 
 /// An answer within [`ANSWER_GRACE`]: a hung executor is reported like a dead one.
-async fn bounded<R>(
+pub(crate) async fn bounded<R>(
     answer: impl Future<Output = Result<R, tonic::Status>>,
 ) -> Result<R, tonic::Status> {
-    match tokio::time::timeout(ANSWER_GRACE, answer).await {
+    within(ANSWER_GRACE, answer).await
+}
+
+/// An answer within a limit.
+pub(crate) async fn within<R>(
+    limit: Duration,
+    answer: impl Future<Output = Result<R, tonic::Status>>,
+) -> Result<R, tonic::Status> {
+    match tokio::time::timeout(limit, answer).await {
         Ok(answer) => answer,
         Err(_) => Err(tonic::Status::unavailable(format!(
             "no answer within {} ms",
-            ANSWER_GRACE.as_millis()
+            limit.as_millis()
         ))),
     }
 }
 
-fn reduction(response: &AllReduceResponse) -> Result<Reduction, AllReduceError> {
+pub(crate) fn reduction(response: &AllReduceResponse) -> Result<Reduction, AllReduceError> {
     Ok(Reduction {
         algorithm: Algorithm::from_wire(response.algorithm)
             .map_err(|error| AllReduceError::ExecutorLost(error.to_string()))?,
@@ -560,7 +674,7 @@ fn reduction(response: &AllReduceResponse) -> Result<Reduction, AllReduceError> 
     })
 }
 
-fn buffer_error(status: &tonic::Status) -> BufferError {
+pub(crate) fn buffer_error(status: &tonic::Status) -> BufferError {
     let refused = Refused::new(status);
     if refused.is_transport() {
         BufferError::ExecutorLost(connection_ended(&refused))

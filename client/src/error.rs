@@ -3,8 +3,12 @@
 //! Owns the reading of a gRPC status into something to match on. Nothing here parses messages: kinds
 //! come from the status's `ErrorDetail`.
 
+#[cfg(feature = "cuda")]
+use crate::cuda::{CudaError, DeviceError, NotShareable};
+use allreduce_contract::Backend;
 use allreduce_contract::status::detail_of;
 use allreduce_contract::v1::{ErrorCode, ErrorDetail};
+use allreduce_contract::window::Abort;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -77,6 +81,7 @@ pub struct ConnectError {
 
 /// A rank did not join.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum JoinError {
     /// The daemon or the executor said no.
     #[error("{0}")]
@@ -101,6 +106,13 @@ pub enum JoinError {
     /// A thread or runtime could not be made.
     #[error("cannot start the client's thread: {0}")]
     Thread(std::io::Error),
+    /// The communicator is on backend cuda, and this rank brings no GPU; what to do.
+    #[error("the communicator is on backend cuda: {0}")]
+    NoGpu(&'static str),
+    /// The GPU cannot be used.
+    #[cfg(feature = "cuda")]
+    #[error("backend cuda: {0}")]
+    Cuda(#[from] DeviceError),
 }
 
 /// An epoch is over. Join again to form the next.
@@ -122,6 +134,7 @@ impl fmt::Display for EpochEnd {
 
 /// A buffer was not made.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum BufferError {
     /// The executor said no: arena full, too many buffers, epoch over.
     #[error("{0}")]
@@ -140,6 +153,37 @@ pub enum BufferError {
     /// The answer does not fit the window: a defect of the executor.
     #[error("the executor answered a buffer outside the window: {0}")]
     Window(String),
+    /// Buffers of this kind are not to be had on the communicator's backend. Nothing was sent.
+    #[error("the communicator is on backend {}, which has no such buffers", .0.name())]
+    WrongBackend(Backend),
+    /// The buffer belongs to another communicator.
+    #[error("the buffer belongs to another communicator, or to an earlier epoch")]
+    ForeignBuffer,
+    /// Other processes cannot map the memory. Nothing was sent.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    NotShareable(#[from] NotShareable),
+    /// The allocation overlaps a buffer of this communicator. Nothing was sent.
+    #[cfg(feature = "cuda")]
+    #[error(
+        "the allocation at {start:#x} ({len_bytes} bytes) is registered already: it overlaps buffer {buffer_id}"
+    )]
+    Registered {
+        /// Where the allocation starts.
+        start: u64,
+        /// Its length.
+        len_bytes: u64,
+        /// The buffer's id.
+        buffer_id: u64,
+    },
+    /// CUDA failed. Nothing was sent.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    /// A thread could not be made. Nothing was sent.
+    #[cfg(feature = "cuda")]
+    #[error("the client's thread: {0}")]
+    Thread(String),
 }
 
 impl BufferError {
@@ -148,13 +192,21 @@ impl BufferError {
         match self {
             Self::ExecutorLost(_) => true,
             Self::Refused(refused) => refused.is_epoch_over(),
-            Self::TooLarge { .. } | Self::Window(_) => false,
+            Self::TooLarge { .. }
+            | Self::Window(_)
+            | Self::WrongBackend(_)
+            | Self::ForeignBuffer => false,
+            #[cfg(feature = "cuda")]
+            Self::NotShareable(_) | Self::Registered { .. } | Self::Cuda(_) | Self::Thread(_) => {
+                false
+            }
         }
     }
 }
 
 /// A reduction did not happen.
 #[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
 pub enum AllReduceError {
     /// Ranks did not call in time; the epoch is over.
     #[error("{message}")]
@@ -189,6 +241,58 @@ pub enum AllReduceError {
         /// Elements in the buffer.
         num_elems: usize,
     },
+    /// A reduction failed on the GPU, perhaps one of an earlier call; destinations since hold NaN. The epoch
+    /// is over.
+    #[error("{0}")]
+    Device(Abort),
+    /// Reductions of this kind are not to be had on the communicator's backend. Nothing was sent.
+    #[error("the communicator is on backend {}, which has no such reductions", .0.name())]
+    WrongBackend(Backend),
+    /// The stream is being captured into a graph. Nothing was sent.
+    #[cfg(feature = "cuda")]
+    #[error("the stream is being captured, which lane rpc cannot be: reduce outside of the graph")]
+    Capturing,
+    /// The stream stands for another one in each thread. Nothing was sent.
+    #[cfg(feature = "cuda")]
+    #[error("the per-thread default stream cannot be used: name a stream of its own")]
+    PerThreadStream,
+    /// The tensor is not inside one buffer of this communicator. Nothing was sent.
+    #[cfg(feature = "cuda")]
+    #[error(
+        "{len_bytes} bytes at {pointer:#x} are not inside one buffer of this communicator: allocate or register it"
+    )]
+    NotABuffer {
+        /// Where the tensor starts.
+        pointer: u64,
+        /// Its length.
+        len_bytes: u64,
+    },
+    /// [`AllReduceOptions::range`](crate::AllReduceOptions) does not go with pointers. Nothing was sent.
+    #[cfg(feature = "cuda")]
+    #[error("a reduction on a stream takes pointers: AllReduceOptions::range does not apply")]
+    RangeGiven,
+    /// The GPU is not done with as many reductions of the stream as may be in flight. Nothing was sent.
+    #[cfg(feature = "cuda")]
+    #[error("the stream's last {slots} reductions were not done after {waited_ms} ms")]
+    StreamBusy {
+        /// Reductions that may be in flight on a stream.
+        slots: usize,
+        /// How long the call waited.
+        waited_ms: u64,
+    },
+    /// CUDA failed before anything was sent.
+    #[cfg(feature = "cuda")]
+    #[error("{0}")]
+    Cuda(CudaError),
+    /// The reduction is enqueued, but the stream could not be made to wait for it: its destination is in use
+    /// until [`Communicator::wait_settled`](crate::Communicator::wait_settled) says otherwise.
+    #[cfg(feature = "cuda")]
+    #[error("the reduction is enqueued, but the stream does not wait for it: {0}")]
+    NotOrdered(CudaError),
+    /// A thread could not be made. Nothing was sent.
+    #[cfg(feature = "cuda")]
+    #[error("the client's thread: {0}")]
+    Thread(String),
 }
 
 impl AllReduceError {
@@ -212,9 +316,24 @@ impl AllReduceError {
     /// Whether joining again is what to do.
     pub fn is_epoch_over(&self) -> bool {
         match self {
-            Self::Timeout { .. } | Self::EpochEnded(_) | Self::ExecutorLost(_) => true,
+            Self::Timeout { .. }
+            | Self::EpochEnded(_)
+            | Self::ExecutorLost(_)
+            | Self::Device(_) => true,
             Self::Refused(refused) => refused.is_epoch_over(),
-            Self::Mismatch(_) | Self::ForeignBuffer | Self::OutOfRange { .. } => false,
+            Self::Mismatch(_)
+            | Self::ForeignBuffer
+            | Self::OutOfRange { .. }
+            | Self::WrongBackend(_) => false,
+            #[cfg(feature = "cuda")]
+            Self::Capturing
+            | Self::PerThreadStream
+            | Self::NotABuffer { .. }
+            | Self::RangeGiven
+            | Self::StreamBusy { .. }
+            | Self::Cuda(_)
+            | Self::NotOrdered(_)
+            | Self::Thread(_) => false,
         }
     }
 }

@@ -27,15 +27,22 @@
 //! computing stays a member. When an epoch ends (a rank died, left, or did not call in time) every call
 //! answers a typed error; [`Client::join`] again forms the next one, redialling the daemon and its
 //! executors as needed.
+//!
+//! With feature `cuda`, tensors may be in GPU memory and reductions in the order of a CUDA stream: module
+//! `cuda`. Nothing of CUDA is needed to build it; the driver is looked for when a rank brings a GPU.
 
 mod attach;
 pub mod blocking;
 mod buffer;
 mod client;
 mod communicator;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
+mod sequence;
 
 pub use allreduce_contract::memory::MemoryError;
+pub use allreduce_contract::window::{Abort, AbortReason};
 pub use allreduce_contract::{Algorithm, Backend, CommunicatorId, Dtype, Lane, Op};
 pub use buffer::{Buffer, Element, Memory};
 pub use client::{Client, JoinOptions, default_socket};

@@ -81,6 +81,23 @@ pub(crate) struct StatusArguments {
     json: bool,
 }
 
+/// A value, or auto.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Choice<T>(pub(crate) Option<T>);
+
+/// Reads a value by name, or auto.
+pub(crate) fn parse_auto<T: std::str::FromStr<Err = allreduce_contract::UnknownName>>(
+    text: &str,
+) -> Result<Choice<T>, String> {
+    match text {
+        "auto" => Ok(Choice(None)),
+        name => match name.parse() {
+            Ok(value) => Ok(Choice(Some(value))),
+            Err(error) => Err(format!("{error}, auto")),
+        },
+    }
+}
+
 /// Reads REDUCTION:RANK:BIT.
 pub(crate) fn parse_fault(text: &str) -> Result<Fault, String> {
     let wanted = || format!("{text:?} is not REDUCTION:RANK:BIT");

@@ -10,6 +10,7 @@ pub mod cli;
 mod communicator;
 pub mod config;
 mod demo;
+mod device;
 mod executor;
 mod health;
 mod listen;

@@ -77,6 +77,7 @@ struct CommunicatorReport {
     backend_reason: String,
     lane: Option<String>,
     lane_reason: String,
+    warnings: Vec<String>,
     incarnation: u64,
     epoch: u64,
     executor_pid: u32,
@@ -227,6 +228,7 @@ fn communicator_report(
             .ok()
             .map(|lane| lane.to_string()),
         lane_reason: stats.lane_reason,
+        warnings: stats.warnings,
         incarnation: info.incarnation,
         epoch: stats.epoch,
         executor_pid: info.executor_pid,
@@ -336,6 +338,9 @@ fn communicator_text(communicator: &CommunicatorReport) -> String {
         None => {
             let _ = writeln!(out, "  lane      none yet: not every rank has joined");
         }
+    }
+    for warning in &communicator.warnings {
+        let _ = writeln!(out, "  warning   {warning}");
     }
     let _ = writeln!(
         out,

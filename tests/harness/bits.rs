@@ -148,7 +148,7 @@ pub fn reduce<T: Bits>(
     write(&mut src.as_mut_slice()[range.clone()], tensor);
     let options = AllReduceOptions {
         range: Some(range.clone()),
-        timeout: None,
+        ..AllReduceOptions::default()
     };
     let (dst, reduction) = if in_place {
         communicator.all_reduce_with(src, op, options)?

@@ -23,8 +23,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-/// The daemon under test.
-pub const BINARY: &str = env!("CARGO_BIN_EXE_allreduced");
+/// The daemon under test: that of this build, or the one that ALLREDUCED_BIN names, on a machine where tests run
+/// without cargo.
+pub fn binary() -> String {
+    let built = env!("CARGO_BIN_EXE_allreduced").to_owned();
+    std::env::var("ALLREDUCED_BIN").unwrap_or(built)
+}
 
 /// How long anything that should happen soon may take on a busy machine.
 pub const SOON: Duration = Duration::from_secs(20);
@@ -173,12 +177,12 @@ pub fn daemon(environment: &[(&str, &str)]) -> PrivateDaemon {
         ("ALLREDUCED_SHUTDOWN__DRAIN_TIMEOUT_MS", "200"),
     ];
     all.extend(environment);
-    PrivateDaemon::start(Path::new(BINARY), &[], &all).unwrap()
+    PrivateDaemon::start(Path::new(&binary()), &[], &all).unwrap()
 }
 
 /// A command line of the daemon under test, without what configures the machine's own.
 pub fn command(arguments: &[&str]) -> Command {
-    let mut command = Command::new(BINARY);
+    let mut command = Command::new(binary());
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("ALLREDUCED_") {
             command.env_remove(name);

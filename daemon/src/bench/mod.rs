@@ -5,6 +5,7 @@
 //!
 //! | lane | what |
 //! | --- | --- |
+//! | `executor` | the executor's own time for a reduction: reducing, or enqueueing on a GPU |
 //! | `ping` | the null RPC, on the same socket, by all ranks at once |
 //! | `echo` | a null RPC to a bare tonic server in a process of its own, by all ranks at once |
 //! | `reduce` | the reduction alone: N sources to one destination, one thread, no IPC |
@@ -13,10 +14,12 @@
 mod peer;
 
 use crate::children::{ChildError, Children};
+use crate::cli::{Choice, parse_auto};
+use crate::device::{self, DeviceError, has_kernel};
 use crate::private::{PrivateDaemon, StartError};
 use crate::spread::Spread;
 use crate::workload::{ReductionSpec, WorkloadError};
-use allreduce_contract::{Backend, BadWorldSize, Dtype, Lane, Op, WorldSize};
+use allreduce_contract::{Algorithm, Backend, BadWorldSize, Dtype, Lane, Op, WorldSize};
 use allreduce_kernels::{ReduceError, measure};
 use peer::{CaseReport, PeerReport, PeerSpec, RankSpec};
 use serde::Serialize;
@@ -42,6 +45,12 @@ pub(crate) struct Arguments {
     /// Operator.
     #[arg(long, value_name = "O", default_value_t = Op::Sum)]
     op: Op,
+    /// Where windows live and who reduces: auto (cuda where there is a GPU), host, cuda.
+    #[arg(long, value_name = "B", default_value = "auto", value_parser = parse_auto::<Backend>)]
+    backend: Choice<Backend>,
+    /// Algorithms, comma-separated: auto lets the plan choose; others as in the rows.
+    #[arg(long, value_name = "A,..", value_delimiter = ',', default_values = ["auto"], value_parser = parse_auto::<Algorithm>)]
+    algorithm: Vec<Choice<Algorithm>>,
     /// Also measure echo with multi-thread runtimes: how the daemon's and the client's were chosen.
     #[arg(long)]
     runtimes: bool,
@@ -62,6 +71,8 @@ enum BenchError {
     Child(#[from] ChildError),
     #[error(transparent)]
     Kernel(#[from] ReduceError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     #[error("a peer ended without a report")]
     NoReport,
 }
@@ -143,17 +154,27 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, BenchError> {
             cases.push(ReductionSpec::new(*dtype, arguments.op, *bytes)?);
         }
     }
+    let all_have_kernels = cases.iter().all(|case| has_kernel(case.dtype, case.op));
+    let backend = match arguments.backend.0 {
+        Some(backend) => backend,
+        None if all_have_kernels && device::of_rank(None, 0)?.is_some() => Backend::Cuda,
+        None => Backend::Host,
+    };
     let mut rows = Vec::new();
     let mut memory = Vec::new();
     for world_size in &arguments.world_size {
         let world_size = WorldSize::new(*world_size)?;
-        let (measured, used) = measure_rpc(world_size, &cases)?;
-        for (case, report) in cases.iter().zip(measured) {
-            rows.extend(rpc_rows(world_size, *case, report));
+        for algorithm in &arguments.algorithm {
+            let (measured, used) = measure_rpc(world_size, backend, algorithm.0, &cases)?;
+            for (case, report) in cases.iter().zip(measured) {
+                rows.extend(rpc_rows(world_size, backend, *case, report));
+            }
+            memory.push(used);
         }
-        memory.push(used);
-        for case in &cases {
-            rows.extend(kernel_rows(world_size, *case)?);
+        if backend == Backend::Host {
+            for case in &cases {
+                rows.extend(kernel_rows(world_size, *case)?);
+            }
         }
         if arguments.runtimes {
             rows.extend(runtime_rows(world_size)?);
@@ -182,6 +203,8 @@ fn start_echo(socket: &Path, multi_thread: bool) -> Result<Children<PeerReport>,
 /// The reports of all ranks, merged case by case.
 fn measure_rpc(
     world_size: WorldSize,
+    backend: Backend,
+    algorithm: Option<Algorithm>,
     cases: &[ReductionSpec],
 ) -> Result<(Vec<CaseReport>, Memory), BenchError> {
     let daemon = PrivateDaemon::start_own(&[])?;
@@ -195,6 +218,8 @@ fn measure_rpc(
                 echo_socket: echo_socket.clone(),
                 rank: rank.get(),
                 world_size: world_size.get(),
+                backend: backend.to_string(),
+                algorithm: algorithm.map(|algorithm| algorithm.to_string()),
                 cases: cases
                     .iter()
                     .map(|case| (case.dtype.to_string(), case.op.to_string(), case.num_elems))
@@ -227,16 +252,28 @@ fn measure_rpc(
     Ok((merged, memory.ok_or(BenchError::NoReport)?))
 }
 
-fn rpc_rows(world_size: WorldSize, case: ReductionSpec, mut report: CaseReport) -> Vec<Row> {
+fn rpc_rows(
+    world_size: WorldSize,
+    backend: Backend,
+    case: ReductionSpec,
+    mut report: CaseReport,
+) -> Vec<Row> {
     let rpc = Spread::of(&mut report.reduce_us);
+    let executor = Spread::of(&mut report.executor_us);
     let ping = Spread::of(&mut report.ping_us);
     let echo = Spread::of(&mut report.echo_us);
     let lane = Lane::Rpc.name();
-    vec![
-        row(world_size, case, lane, &report.algorithm, rpc).beside("ping", ping),
+    let algorithm = &report.algorithm;
+    let mut rows = vec![
+        row(world_size, case, lane, algorithm, rpc).beside("ping", ping),
+        row(world_size, case, "executor", algorithm, executor),
         row(world_size, case, "ping", "none", ping).beside("echo", echo),
         row(world_size, case, "echo", "none", echo),
-    ]
+    ];
+    for row in &mut rows {
+        row.backend = backend.to_string();
+    }
+    rows
 }
 
 /// Iterations of a measurement that moves `bytes` each: as many as take a moment, no more.

@@ -3,19 +3,21 @@
 //! Owns the timed loops. A rank interleaves its reductions with pings and echoes, round by round, so
 //! that all three meet the same weather.
 
+use crate::device::{self, DeviceError, DeviceTensor, WorkerStream};
 use crate::wire::{print_line, read_line};
 use allreduce_client::blocking::{Client, Communicator};
 use allreduce_client::{
-    AllReduceError, AllReduceOptions, BufferError, ConnectError, Element, JoinError, JoinOptions,
-    Refused, bf16, f16,
+    AllReduceError, AllReduceOptions, Buffer, BufferError, ConnectError, Element, JoinError,
+    JoinOptions, Reduction, Refused, bf16, f16,
 };
+use allreduce_contract::cuda::CudaError;
 use allreduce_contract::v1::collectives_client::CollectivesClient;
 use allreduce_contract::v1::collectives_server::{Collectives, CollectivesServer};
 use allreduce_contract::v1::{
     AllReduceRequest, AllReduceResponse, CloseStreamRequest, CloseStreamResponse,
     OpenStreamRequest, OpenStreamResponse, PingRequest, PingResponse,
 };
-use allreduce_contract::{Dtype, Op, UnknownName};
+use allreduce_contract::{Algorithm, Backend, Dtype, Op, UnknownName};
 use serde::{Deserialize, Serialize};
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -48,6 +50,8 @@ pub(crate) struct RankSpec {
     pub(crate) echo_socket: PathBuf,
     pub(crate) rank: u32,
     pub(crate) world_size: u32,
+    pub(crate) backend: String,
+    pub(crate) algorithm: Option<String>,
     /// dtype, op, elements.
     pub(crate) cases: Vec<(String, String, usize)>,
 }
@@ -65,7 +69,10 @@ pub(crate) enum PeerReport {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct CaseReport {
     pub(crate) algorithm: String,
+    /// From the call to the result.
     pub(crate) reduce_us: Vec<f64>,
+    /// The executor's own time for it: reducing, or enqueueing on a GPU.
+    pub(crate) executor_us: Vec<f64>,
     pub(crate) ping_us: Vec<f64>,
     pub(crate) echo_us: Vec<f64>,
 }
@@ -74,6 +81,7 @@ impl CaseReport {
     /// Adds another rank's samples.
     pub(crate) fn merge(&mut self, other: Self) {
         self.reduce_us.extend(other.reduce_us);
+        self.executor_us.extend(other.executor_us);
         self.ping_us.extend(other.ping_us);
         self.echo_us.extend(other.echo_us);
     }
@@ -94,6 +102,10 @@ pub(crate) enum PeerError {
     Buffer(#[from] BufferError),
     #[error(transparent)]
     AllReduce(#[from] AllReduceError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     #[error(transparent)]
     Ping(#[from] Refused),
     #[error("echo: {0}")]
@@ -227,14 +239,28 @@ fn run_rank(spec: &RankSpec) -> Result<(), PeerError> {
         .iter()
         .map(|(dtype, _, num_elems)| dtype.size_bytes() * num_elems)
         .max();
-    let options = JoinOptions::new("bench", spec.rank, spec.world_size)
+    let backend: Backend = spec.backend.parse()?;
+    let algorithm: Option<Algorithm> = spec
+        .algorithm
+        .as_ref()
+        .map(|algorithm| algorithm.parse())
+        .transpose()?;
+    let mut options = JoinOptions::new("bench", spec.rank, spec.world_size)
+        .backend(backend)
         .arena_len_bytes(largest.unwrap_or(0) as u64 + (1 << 16))
         .client_name(format!("bench-{}", spec.rank));
+    let device = device::of_rank(Some(backend), spec.rank)?;
+    if let Some(device) = &device {
+        options = options.device(device.clone());
+    }
     let communicator = Client::connect(&spec.socket)?.join(options)?;
+    let stream = device.map(WorkerStream::on).transpose()?;
     let mut reports = Vec::new();
     for (dtype, op, num_elems) in cases {
         let mut case = Case {
             communicator: &communicator,
+            stream: stream.as_ref(),
+            algorithm,
             echo: &mut echo,
             op,
             num_elems,
@@ -259,27 +285,68 @@ fn run_rank(spec: &RankSpec) -> Result<(), PeerError> {
 
 struct Case<'a> {
     communicator: &'a Communicator,
+    /// On backend cuda.
+    stream: Option<&'a WorkerStream>,
+    algorithm: Option<Algorithm>,
     echo: &'a mut EchoClient,
     op: Op,
     num_elems: usize,
     world_size: usize,
 }
 
+/// What a case reduces.
+enum Tensor<T: Element> {
+    Host(Buffer<T>),
+    Device(DeviceTensor<T>),
+}
+
 impl Case<'_> {
+    fn allocate<T: Element>(&self, num_elems: usize) -> Result<Tensor<T>, PeerError> {
+        Ok(match self.stream {
+            None => Tensor::Host(self.communicator.allocate(num_elems)?),
+            Some(_) => Tensor::Device(DeviceTensor::allocate(self.communicator, num_elems)?),
+        })
+    }
+
+    /// Reduces in place, and waits until the result is there.
+    fn reduce<T: Element>(
+        &self,
+        tensor: Tensor<T>,
+        op: Op,
+        options: AllReduceOptions,
+    ) -> Result<(Tensor<T>, Reduction), PeerError> {
+        match (tensor, self.stream) {
+            (Tensor::Device(tensor), Some(stream)) => {
+                let reduction = tensor.reduce(self.communicator, stream, op, options)?;
+                stream.synchronize()?;
+                Ok((Tensor::Device(tensor), reduction))
+            }
+            (Tensor::Device(_), None) => Err(DeviceError::Unavailable(
+                allreduce_contract::cuda::Unavailable::NoDevice,
+            )
+            .into()),
+            (Tensor::Host(buffer), _) => {
+                let reduced = self.communicator.all_reduce_with(buffer, op, options);
+                let (buffer, reduction) = reduced.map_err(AllReduceError::from)?;
+                Ok((Tensor::Host(buffer), reduction))
+            }
+        }
+    }
+
     fn barrier(&self) -> Result<(), PeerError> {
-        let empty = self.communicator.allocate::<i32>(0)?;
-        let reduced = self.communicator.all_reduce(empty, Op::Sum);
-        reduced.map_err(AllReduceError::from)?;
+        let empty = self.allocate::<f32>(0)?;
+        self.reduce(empty, Op::Sum, AllReduceOptions::default())?;
         Ok(())
     }
 
     fn run<T: Element>(&mut self) -> Result<CaseReport, PeerError> {
         let bytes = self.num_elems * size_of::<T>() * self.world_size;
         let reductions = (ROUND_BYTES / bytes.max(1)).clamp(2, NULLS);
-        let mut buffer = self.communicator.allocate::<T>(self.num_elems)?;
+        let mut tensor = self.allocate::<T>(self.num_elems)?;
         let mut report = CaseReport {
             algorithm: String::new(),
             reduce_us: Vec::new(),
+            executor_us: Vec::new(),
             ping_us: Vec::new(),
             echo_us: Vec::new(),
         };
@@ -287,15 +354,16 @@ impl Case<'_> {
             self.barrier()?;
             for _ in 0..reductions {
                 let start = Instant::now();
-                let options = AllReduceOptions::default();
-                let (reduced, reduction) = self
-                    .communicator
-                    .all_reduce_with(buffer, self.op, options)
-                    .map_err(AllReduceError::from)?;
+                let mut options = AllReduceOptions::default();
+                if let Some(algorithm) = self.algorithm {
+                    options = options.algorithm(algorithm);
+                }
+                let (reduced, reduction) = self.reduce(tensor, self.op, options)?;
                 let took = micros(start.elapsed());
-                buffer = reduced;
+                tensor = reduced;
                 report.algorithm = reduction.algorithm.to_string();
                 report.reduce_us.push(took);
+                report.executor_us.push(micros(reduction.reduce_time));
             }
             self.barrier()?;
             for _ in 0..NULLS {
@@ -308,6 +376,7 @@ impl Case<'_> {
             if round == 0 {
                 // The first round warms up.
                 report.reduce_us.clear();
+                report.executor_us.clear();
                 report.ping_us.clear();
                 report.echo_us.clear();
             }

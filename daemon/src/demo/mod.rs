@@ -8,6 +8,8 @@ mod worker;
 
 use crate::backend::Fault;
 use crate::children::{ChildError, Children};
+use crate::cli::{Choice, parse_auto};
+use crate::device::has_kernel;
 use crate::private::{PrivateDaemon, StartError};
 use crate::spread::{Spread, time};
 use crate::workload::{self, ReductionSpec, Workload, WorkloadError};
@@ -66,22 +68,6 @@ pub(crate) struct Arguments {
     /// Flip one bit of one result: REDUCTION:RANK:BIT. Tests the verifier.
     #[arg(long, hide = true, value_parser = crate::cli::parse_fault)]
     inject_bit_flip: Option<Fault>,
-}
-
-/// A value, or auto.
-#[derive(Debug, Clone, Copy)]
-struct Choice<T>(Option<T>);
-
-fn parse_auto<T: std::str::FromStr<Err = allreduce_contract::UnknownName>>(
-    text: &str,
-) -> Result<Choice<T>, String> {
-    match text {
-        "auto" => Ok(Choice(None)),
-        name => match name.parse() {
-            Ok(value) => Ok(Choice(Some(value))),
-            Err(error) => Err(format!("{error}, auto")),
-        },
-    }
 }
 
 /// Why the demo has no result.
@@ -166,6 +152,13 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, DemoError> {
     {
         flags.push(format!("--inject-bit-flip={reduction}:{rank}:{bit}"));
     }
+    // What only the host can reduce goes there by itself; asked for on cuda, it is refused in words.
+    let all_have_kernels = workload
+        .reductions
+        .iter()
+        .all(|spec| has_kernel(spec.dtype, spec.op));
+    let auto = (!all_have_kernels).then_some(Backend::Host);
+    let backend = arguments.backend.0.or(auto);
     let daemon = PrivateDaemon::start_own(&flags)?;
     let specs: Vec<WorkerSpec> = world_size
         .ranks()
@@ -174,7 +167,7 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, DemoError> {
             communicator: COMMUNICATOR.to_owned(),
             rank: rank.get(),
             world_size: world_size.get(),
-            backend: arguments.backend.0.map(|backend| backend.to_string()),
+            backend: backend.map(|backend| backend.to_string()),
             lane: arguments.lane.0.map(|lane| lane.to_string()),
             steps,
             seed: u64::from(std::process::id()),
@@ -242,6 +235,9 @@ fn ask_stats(socket: &Path) -> Result<(String, CommunicatorStats), String> {
 /// What the workers have said so far.
 struct Tally {
     joined: Option<(String, String, String)>,
+    /// The GPUs, each once, in order of their first rank.
+    devices: Vec<String>,
+    warnings: Vec<String>,
     /// By rank: the reductions it reported, in order.
     ranks: Vec<RankTally>,
     done: Vec<bool>,
@@ -258,6 +254,8 @@ impl Tally {
     fn new(world_size: usize) -> Self {
         Self {
             joined: None,
+            devices: Vec::new(),
+            warnings: Vec::new(),
             ranks: (0..world_size).map(|_| RankTally::default()).collect(),
             done: vec![false; world_size],
         }
@@ -269,7 +267,17 @@ impl Tally {
                 backend,
                 lane,
                 lane_reason,
-            } => self.joined = Some((backend, lane, lane_reason)),
+                device,
+                warnings,
+            } => {
+                self.joined = Some((backend, lane, lane_reason));
+                self.warnings = warnings;
+                if let Some(device) = device
+                    && !self.devices.contains(&device)
+                {
+                    self.devices.push(device);
+                }
+            }
             Report::Progress { reductions } => {
                 if let Some(tally) = self.ranks.get_mut(rank) {
                     tally.progress += reductions;
@@ -368,6 +376,8 @@ impl Tally {
             about: workload.about.clone(),
             backend,
             backend_reason,
+            devices: self.devices.clone(),
+            warnings: self.warnings.clone(),
             world_size,
             lane,
             lane_reason,
@@ -449,6 +459,9 @@ struct Outcome {
     about: String,
     backend: String,
     backend_reason: String,
+    /// GPUs in use; ranks share them where there are fewer.
+    devices: Vec<String>,
+    warnings: Vec<String>,
     world_size: u32,
     lane: String,
     lane_reason: String,
@@ -481,7 +494,13 @@ impl Outcome {
             "backend",
             format!("{} ({})", self.backend, self.backend_reason),
         );
+        for device in &self.devices {
+            row("gpu", device.clone());
+        }
         row("lane", format!("{} ({})", self.lane, self.lane_reason));
+        for warning in &self.warnings {
+            row("warning", warning.clone());
+        }
         row(
             "step",
             format!(

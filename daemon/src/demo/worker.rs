@@ -4,6 +4,7 @@
 //! prints one [`Report`] a line on standard output.
 
 use crate::demo::verify::{BitsOf, Sample, TensorId, fill, fingerprint, wrong_elements};
+use crate::device::{self, DeviceError, DeviceTensor, WorkerStream};
 use crate::wire::{print_line, read_line};
 use crate::workload::{ReductionSpec, Workload};
 use allreduce_client::blocking::{Client, Communicator};
@@ -11,6 +12,7 @@ use allreduce_client::{
     AllReduceError, AllReduceOptions, Buffer, BufferError, ConnectError, JoinError, JoinOptions,
     bf16, f16,
 };
+use allreduce_contract::cuda::CudaError;
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -42,6 +44,9 @@ pub(crate) enum Report {
         backend: String,
         lane: String,
         lane_reason: String,
+        /// The GPU it uses, if it uses one.
+        device: Option<String>,
+        warnings: Vec<String>,
     },
     /// It did and checked these reductions of a step: a sign of life in a long one.
     Progress { reductions: u64 },
@@ -78,89 +83,169 @@ pub(crate) enum WorkerError {
     Buffer(#[from] BufferError),
     #[error(transparent)]
     AllReduce(#[from] AllReduceError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     #[error("standard output: {0}")]
     Output(#[from] std::io::Error),
 }
 
-/// A buffer of any element type.
-enum AnyBuffer {
-    F32(Buffer<f32>),
-    F64(Buffer<f64>),
-    F16(Buffer<f16>),
-    Bf16(Buffer<bf16>),
-    I32(Buffer<i32>),
-    I64(Buffer<i64>),
+/// Where a worker's tensors are.
+struct Rank<'a> {
+    communicator: &'a Communicator,
+    /// On backend cuda.
+    stream: Option<&'a WorkerStream>,
 }
 
-/// Runs `$body` with `$buffer` bound to the typed buffer.
+/// A tensor of the worker's.
+enum Tensor<T: Sample> {
+    /// In shared memory.
+    Host(Buffer<T>),
+    /// In GPU memory, with what it holds (or is to hold) on the host.
+    Device(DeviceTensor<T>, Vec<T>),
+}
+
+impl<T: Sample + BitsOf> Tensor<T> {
+    fn allocate(rank: &Rank, num_elems: usize) -> Result<Self, BufferError> {
+        Ok(match rank.stream {
+            None => Self::Host(rank.communicator.allocate(num_elems)?),
+            Some(_) => Self::Device(
+                DeviceTensor::allocate(rank.communicator, num_elems)?,
+                vec![T::from_bits(0); num_elems],
+            ),
+        })
+    }
+
+    fn fill(&mut self, rank: &Rank, id: TensorId, number: u32) -> Result<(), CudaError> {
+        match (self, rank.stream) {
+            (Self::Host(buffer), _) => fill(buffer.as_mut_slice(), id, number),
+            (Self::Device(tensor, host), Some(stream)) => {
+                fill(host, id, number);
+                tensor.upload(stream, host)?;
+            }
+            (Self::Device(..), None) => {}
+        }
+        Ok(())
+    }
+
+    /// Reduces in place, and waits until the result is there; the algorithm that did it.
+    fn reduce(self, rank: &Rank, op: Op) -> Result<(Self, Algorithm), WorkerError> {
+        let options = AllReduceOptions::default();
+        match (self, rank.stream) {
+            (Self::Device(tensor, host), Some(stream)) => {
+                let reduction = tensor.reduce(rank.communicator, stream, op, options)?;
+                stream.synchronize()?;
+                Ok((Self::Device(tensor, host), reduction.algorithm))
+            }
+            (Self::Host(buffer), _) => {
+                let reduced = rank.communicator.all_reduce_with(buffer, op, options);
+                let (buffer, reduction) = reduced.map_err(AllReduceError::from)?;
+                Ok((Self::Host(buffer), reduction.algorithm))
+            }
+            (Self::Device(..), None) => Err(DeviceError::Unavailable(
+                allreduce_contract::cuda::Unavailable::NoDevice,
+            )
+            .into()),
+        }
+    }
+
+    /// Its elements, brought to the host.
+    fn fetch(&mut self, rank: &Rank) -> Result<&[T], CudaError> {
+        match self {
+            Self::Host(buffer) => Ok(buffer.as_slice()),
+            Self::Device(tensor, host) => {
+                if let Some(stream) = rank.stream {
+                    tensor.download(stream, host)?;
+                }
+                Ok(host)
+            }
+        }
+    }
+}
+
+/// A tensor of any element type.
+enum AnyTensor {
+    F32(Tensor<f32>),
+    F64(Tensor<f64>),
+    F16(Tensor<f16>),
+    Bf16(Tensor<bf16>),
+    I32(Tensor<i32>),
+    I64(Tensor<i64>),
+}
+
+/// Runs `$body` with `$tensor` bound to the typed tensor.
 macro_rules! typed {
-    ($any:expr, $buffer:ident => $body:expr) => {
+    ($any:expr, $tensor:ident => $body:expr) => {
         match $any {
-            AnyBuffer::F32($buffer) => $body,
-            AnyBuffer::F64($buffer) => $body,
-            AnyBuffer::F16($buffer) => $body,
-            AnyBuffer::Bf16($buffer) => $body,
-            AnyBuffer::I32($buffer) => $body,
-            AnyBuffer::I64($buffer) => $body,
+            AnyTensor::F32($tensor) => $body,
+            AnyTensor::F64($tensor) => $body,
+            AnyTensor::F16($tensor) => $body,
+            AnyTensor::Bf16($tensor) => $body,
+            AnyTensor::I32($tensor) => $body,
+            AnyTensor::I64($tensor) => $body,
         }
     };
 }
 
-impl AnyBuffer {
-    fn allocate(communicator: &Communicator, spec: ReductionSpec) -> Result<Self, BufferError> {
+impl AnyTensor {
+    fn allocate(rank: &Rank, spec: ReductionSpec) -> Result<Self, BufferError> {
         let num_elems = spec.num_elems;
         Ok(match spec.dtype {
-            Dtype::F32 => Self::F32(communicator.allocate(num_elems)?),
-            Dtype::F64 => Self::F64(communicator.allocate(num_elems)?),
-            Dtype::F16 => Self::F16(communicator.allocate(num_elems)?),
-            Dtype::Bf16 => Self::Bf16(communicator.allocate(num_elems)?),
-            Dtype::I32 => Self::I32(communicator.allocate(num_elems)?),
-            Dtype::I64 => Self::I64(communicator.allocate(num_elems)?),
+            Dtype::F32 => Self::F32(Tensor::allocate(rank, num_elems)?),
+            Dtype::F64 => Self::F64(Tensor::allocate(rank, num_elems)?),
+            Dtype::F16 => Self::F16(Tensor::allocate(rank, num_elems)?),
+            Dtype::Bf16 => Self::Bf16(Tensor::allocate(rank, num_elems)?),
+            Dtype::I32 => Self::I32(Tensor::allocate(rank, num_elems)?),
+            Dtype::I64 => Self::I64(Tensor::allocate(rank, num_elems)?),
         })
     }
 
-    fn fill(&mut self, id: TensorId, rank: u32) {
-        typed!(self, buffer => fill(buffer.as_mut_slice(), id, rank));
+    fn fill(&mut self, rank: &Rank, id: TensorId, number: u32) -> Result<(), CudaError> {
+        typed!(self, tensor => tensor.fill(rank, id, number))
     }
 
     /// Reduces in place; the algorithm that did it.
-    fn reduce(
-        self,
-        communicator: &Communicator,
-        op: Op,
-    ) -> Result<(Self, Algorithm), AllReduceError> {
-        fn run<T: Sample>(
-            communicator: &Communicator,
-            buffer: Buffer<T>,
+    fn reduce(self, rank: &Rank, op: Op) -> Result<(Self, Algorithm), WorkerError> {
+        fn run<T: Sample + BitsOf>(
+            rank: &Rank,
+            tensor: Tensor<T>,
             op: Op,
-            wrap: fn(Buffer<T>) -> AnyBuffer,
-        ) -> Result<(AnyBuffer, Algorithm), AllReduceError> {
-            let (buffer, reduction) =
-                communicator.all_reduce_with(buffer, op, AllReduceOptions::default())?;
-            Ok((wrap(buffer), reduction.algorithm))
+            wrap: fn(Tensor<T>) -> AnyTensor,
+        ) -> Result<(AnyTensor, Algorithm), WorkerError> {
+            let (tensor, algorithm) = tensor.reduce(rank, op)?;
+            Ok((wrap(tensor), algorithm))
         }
         match self {
-            Self::F32(buffer) => run(communicator, buffer, op, Self::F32),
-            Self::F64(buffer) => run(communicator, buffer, op, Self::F64),
-            Self::F16(buffer) => run(communicator, buffer, op, Self::F16),
-            Self::Bf16(buffer) => run(communicator, buffer, op, Self::Bf16),
-            Self::I32(buffer) => run(communicator, buffer, op, Self::I32),
-            Self::I64(buffer) => run(communicator, buffer, op, Self::I64),
+            Self::F32(tensor) => run(rank, tensor, op, Self::F32),
+            Self::F64(tensor) => run(rank, tensor, op, Self::F64),
+            Self::F16(tensor) => run(rank, tensor, op, Self::F16),
+            Self::Bf16(tensor) => run(rank, tensor, op, Self::Bf16),
+            Self::I32(tensor) => run(rank, tensor, op, Self::I32),
+            Self::I64(tensor) => run(rank, tensor, op, Self::I64),
         }
     }
 
-    fn wrong(&self, id: TensorId, world_size: u32, op: Op) -> usize {
-        fn count<T: Sample>(buffer: &Buffer<T>, id: TensorId, world_size: u32, op: Op) -> usize {
-            wrong_elements(buffer.as_slice(), id, world_size, op)
+    /// The result's fingerprint and, where this rank checks it, how many elements are wrong.
+    fn check(
+        &mut self,
+        rank: &Rank,
+        id: TensorId,
+        world_size: u32,
+        op: Op,
+        is_mine: bool,
+    ) -> Result<(u64, Option<usize>), CudaError> {
+        fn of<T: Sample + BitsOf>(
+            result: &[T],
+            id: TensorId,
+            world_size: u32,
+            op: Op,
+            is_mine: bool,
+        ) -> (u64, Option<usize>) {
+            let wrong = is_mine.then(|| wrong_elements(result, id, world_size, op));
+            (fingerprint(result), wrong)
         }
-        typed!(self, buffer => count(buffer, id, world_size, op))
-    }
-
-    fn fingerprint(&self) -> u64 {
-        fn of<T: Sample + BitsOf>(buffer: &Buffer<T>) -> u64 {
-            fingerprint(buffer.as_slice())
-        }
-        typed!(self, buffer => of(buffer))
+        typed!(self, tensor => tensor.fetch(rank).map(|result| of(result, id, world_size, op, is_mine)))
     }
 }
 
@@ -213,25 +298,48 @@ pub(crate) fn run() -> Result<(), WorkerError> {
     let mut options = JoinOptions::new(&spec.communicator, spec.rank, spec.world_size)
         .arena_len_bytes(arena_len_bytes as u64)
         .client_name(format!("demo-{}", spec.rank));
-    if let Some(backend) = &spec.backend {
-        let backend: Backend = backend.parse().map_err(|error| bad(&error))?;
+    let backend: Option<Backend> = spec
+        .backend
+        .as_ref()
+        .map(|backend| backend.parse().map_err(|error| bad(&error)))
+        .transpose()?;
+    if let Some(backend) = backend {
         options = options.backend(backend);
+    }
+    let device = device::of_rank(backend, spec.rank)?;
+    if let Some(device) = &device {
+        options = options.device(device.clone());
     }
     if let Some(lane) = &spec.lane {
         let lane: Lane = lane.parse().map_err(|error| bad(&error))?;
         options = options.lanes([lane]);
     }
     let communicator = Client::connect(&spec.socket)?.join(options)?;
+    let on_gpu = communicator.backend() == Backend::Cuda;
+    let device = device.filter(|_| on_gpu);
     print_line(&Report::Joined {
         backend: communicator.backend().to_string(),
         lane: communicator.lane().to_string(),
         lane_reason: communicator.lane_reason().to_owned(),
+        device: device.as_ref().map(|device| device.to_string()),
+        warnings: communicator.warnings().to_vec(),
     })?;
+    let stream = device.map(WorkerStream::on).transpose()?;
+    let rank = Rank {
+        communicator: &communicator,
+        stream: stream.as_ref(),
+    };
+    // An empty tensor: reducing it is a barrier.
+    let empty = ReductionSpec {
+        dtype: Dtype::F32,
+        op: Op::Sum,
+        num_elems: 0,
+    };
     let mut runner = Runner {
-        barrier: Some(communicator.allocate(0)?),
+        barrier: Some(AnyTensor::allocate(&rank, empty)?),
         tensors: Vec::new(),
         shape: Vec::new(),
-        communicator: &communicator,
+        rank: &rank,
         spec: &spec,
     };
     for step in 0..spec.steps {
@@ -246,12 +354,11 @@ pub(crate) fn run() -> Result<(), WorkerError> {
 
 /// What lasts from step to step.
 struct Runner<'a> {
-    communicator: &'a Communicator,
+    rank: &'a Rank<'a>,
     spec: &'a WorkerSpec,
-    /// An empty tensor: reducing it is a barrier.
-    barrier: Option<Buffer<i32>>,
+    barrier: Option<AnyTensor>,
     /// The last batch's tensors, for the next batch of the same shape.
-    tensors: Vec<AnyBuffer>,
+    tensors: Vec<AnyTensor>,
     shape: Vec<ReductionSpec>,
 }
 
@@ -284,30 +391,31 @@ impl Runner<'_> {
         reports: &mut Vec<ReductionReport>,
     ) -> Result<f64, WorkerError> {
         let WorkerSpec {
-            rank, world_size, ..
+            rank: number,
+            world_size,
+            ..
         } = *self.spec;
         let ids = (first.reduction..).map(|reduction| TensorId { reduction, ..first });
         if self.shape != batch {
             self.tensors.clear();
             self.shape = batch.to_vec();
             for spec in batch {
-                let tensor = AnyBuffer::allocate(self.communicator, *spec)?;
+                let tensor = AnyTensor::allocate(self.rank, *spec)?;
                 self.tensors.push(tensor);
             }
         }
         for (tensor, id) in self.tensors.iter_mut().zip(ids.clone()) {
-            tensor.fill(id, rank);
+            tensor.fill(self.rank, id, number)?;
         }
         if let Some(barrier) = self.barrier.take() {
-            let reduced = self.communicator.all_reduce(barrier, Op::Sum);
-            self.barrier = Some(reduced.map_err(AllReduceError::from)?);
+            self.barrier = Some(barrier.reduce(self.rank, Op::Sum)?.0);
         }
         let mut done = Vec::with_capacity(batch.len());
         let tensors = std::mem::take(&mut self.tensors);
         let start = Instant::now();
         let mut before = start;
         for (tensor, spec) in tensors.into_iter().zip(batch) {
-            let (tensor, algorithm) = tensor.reduce(self.communicator, spec.op)?;
+            let (tensor, algorithm) = tensor.reduce(self.rank, spec.op)?;
             let after = Instant::now();
             self.tensors.push(tensor);
             done.push((algorithm, micros(before, after)));
@@ -316,15 +424,16 @@ impl Runner<'_> {
         for (((algorithm, us), id), (tensor, spec)) in done
             .into_iter()
             .zip(ids)
-            .zip(self.tensors.iter().zip(batch))
+            .zip(self.tensors.iter_mut().zip(batch))
         {
             // The ranks share the checking; the fingerprints say that what one checked is what all have.
-            let mine = id.reduction % u64::from(world_size) == u64::from(rank);
+            let is_mine = id.reduction % u64::from(world_size) == u64::from(number);
+            let (fingerprint, wrong) = tensor.check(self.rank, id, world_size, spec.op, is_mine)?;
             reports.push(ReductionReport {
                 us,
                 algorithm: algorithm.to_string(),
-                fingerprint: tensor.fingerprint(),
-                wrong: mine.then(|| tensor.wrong(id, world_size, spec.op)),
+                fingerprint,
+                wrong,
             });
         }
         Ok(micros(start, before))

@@ -1,0 +1,1027 @@
+//! Backend cuda: tensors in GPU memory, reduced in the order of a CUDA stream.
+//!
+//! Owns the rank's mapping of its arena, the table from addresses to buffers, and for each stream a ring of
+//! events that it shares with the executor. Workers call it through [`Communicator`]; membership calls it to
+//! map and unmap the window. Refuses to give slices (addresses are the GPU's), to synchronise the host with
+//! the GPU, and to be captured into a graph (lane `rpc` has the executor launch).
+//!
+//! Contexts are the devices' primary ones, which PyTorch and the CUDA runtime use too.
+//!
+//! ```no_run
+//! use allreduce_client::cuda::{StreamHandle, devices};
+//! use allreduce_client::{AllReduceOptions, Dtype, JoinOptions, Op, blocking::Client};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let raw_stream = std::ptr::null_mut();
+//! let device = devices()?.into_iter().next().ok_or("no GPU")?;
+//! let client = Client::connect("/run/allreduced/allreduced.sock")?;
+//! let communicator = client.join(JoinOptions::new("tp0", 0, 2).device(device))?;
+//! let tensor = communicator.allocate_device(1024 * 2)?;
+//! let stream = StreamHandle::from_raw(raw_stream);
+//! // ... kernels on the stream that write to tensor.ptr() ...
+//! // SAFETY: the stream is one of the device's primary context and stays alive; only kernels on it use
+//! // the tensor.
+//! unsafe {
+//!     communicator.all_reduce_on(
+//!         stream,
+//!         tensor.ptr(),
+//!         tensor.ptr(),
+//!         1024,
+//!         Dtype::Bf16,
+//!         Op::Sum,
+//!         AllReduceOptions::default(),
+//!     )?;
+//! }
+//! // ... kernels on the stream that read the sum ...
+//! communicator.check()?;
+//! // ... synchronise the stream, then:
+//! communicator.leave();
+//! # Ok(())
+//! # }
+//! ```
+#![allow(unsafe_code)] // room: CUDA
+
+use crate::attach::{self, Errand, Over, Window};
+use crate::communicator::{
+    ANSWER_GRACE, AllReduceOptions, Communicator, Reduction, bounded, buffer_error, cut_off,
+    reduction, within,
+};
+use crate::error::{AllReduceError, BufferError, Refused};
+use allreduce_contract::cuda::{
+    Context, Driver, Event, IPC_HANDLE_LEN, ImportedMemory, Stream, allocation_around, export,
+    is_capturing, relax_capture_mode,
+};
+use allreduce_contract::v1::collectives_client::CollectivesClient;
+use allreduce_contract::v1::{
+    self, AllReduceRequest, BufferRange, CloseStreamRequest, CudaMemory, Joined, OpenStreamRequest,
+    RegionKind, RegisterRequest, ReleaseRequest,
+};
+use allreduce_contract::{Backend, Dtype, Op};
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::sync::{OwnedMutexGuard, mpsc, oneshot};
+use tokio::time::Instant;
+use tonic::transport::Channel;
+
+pub use allreduce_contract::cuda::{CudaError, Device, NotShareable, Unavailable};
+
+/// Most reductions that a stream may have in flight; fewer if the executor's `max_in_flight` is.
+const LONGEST_RING: u32 = 32;
+/// How long a call that waits for the GPU looks again and again; after that it sleeps in between.
+const SPIN: Duration = Duration::from_micros(100);
+/// How long it sleeps: tokio's clock has no finer tick.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// A GPU cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DeviceError {
+    /// There is no CUDA here.
+    #[error(transparent)]
+    Unavailable(#[from] Unavailable),
+    /// CUDA failed.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+}
+
+/// The GPUs that this process sees, in its own order (CUDA_VISIBLE_DEVICES).
+///
+/// # Errors
+/// [`DeviceError`]: no driver, no GPU, or the driver fails.
+pub fn devices() -> Result<Vec<Device>, DeviceError> {
+    Ok(Driver::get()?.devices()?)
+}
+
+/// The GPU of a rank that asks for backend cuda and names none: that of the context which is current in this
+/// thread, or else the first.
+pub(crate) fn default_device() -> Result<Device, DeviceError> {
+    let driver = Driver::get()?;
+    if let Some(device) = driver.current_device()? {
+        return Ok(device);
+    }
+    let first = driver.devices()?.into_iter().next();
+    Ok(first.ok_or(Unavailable::NoDevice)?)
+}
+
+/// Runs CUDA calls on a thread of their own, where they block nobody and cannot disturb a stream capture of
+/// the worker's. If nobody waits any more, the result is dropped there.
+pub(crate) async fn on_helper_thread<R: Send + 'static>(
+    work: impl FnOnce() -> R + Send + 'static,
+) -> Result<R, String> {
+    let (done, result) = oneshot::channel();
+    std::thread::Builder::new()
+        .name("allreduce-cuda".to_owned())
+        .spawn(move || {
+            if Driver::get().is_ok() {
+                // If the driver fails here, it does in `work`, which says so.
+                let _ = relax_capture_mode();
+            }
+            // Who waited may have given up.
+            let _ = done.send(work());
+        })
+        .map_err(|error| error.to_string())?;
+    result.await.map_err(|_| "it ended early".to_owned())
+}
+
+/// Makes the GPU's context, or finds it.
+pub(crate) async fn retain(device: Device) -> Result<Arc<Context>, Over> {
+    match on_helper_thread(move || Context::retain(device)).await {
+        Ok(retained) => retained.map_err(Over::Cuda),
+        Err(reason) => Err(Over::Lost(format!("the client's thread: {reason}"))),
+    }
+}
+
+/// A rank's arena in GPU memory, which its executor has allocated.
+#[derive(Debug)]
+pub(crate) struct Arena {
+    context: Arc<Context>,
+    start: u64,
+    len_bytes: u64,
+    /// None once closed.
+    memory: Mutex<Option<ImportedMemory>>,
+}
+
+impl Arena {
+    /// Maps the arena that Joined names, and proves that it is the executor's. The error is for the
+    /// executor. To be called on a thread of the client's own.
+    pub(crate) fn open(context: &Arc<Context>, joined: &Joined) -> Result<Self, String> {
+        relax_capture_mode().map_err(|error| error.to_string())?;
+        let region = joined
+            .regions
+            .iter()
+            .find(|region| region.kind() == RegionKind::Arena)
+            .ok_or("Joined names no arena")?;
+        let shared = region
+            .cuda
+            .as_ref()
+            .ok_or("Joined names no GPU memory for the arena")?;
+        let own = context.device().uuid();
+        if shared.device_uuid != own {
+            return Err(format!(
+                "the arena is on GPU {}, the rank's is {own}",
+                shared.device_uuid
+            ));
+        }
+        let memory = ImportedMemory::open(context, handle(&shared.ipc_handle)?)
+            .map_err(|e| e.to_string())?;
+        let len_bytes = region.len_bytes;
+        let mapped = memory.len_bytes();
+        if len_bytes < 8 || mapped < len_bytes {
+            return Err(format!(
+                "the arena has {len_bytes} bytes, of which {mapped} are mapped"
+            ));
+        }
+        let arena = Self {
+            context: Arc::clone(context),
+            start: memory.start(),
+            len_bytes,
+            memory: Mutex::new(Some(memory)),
+        };
+        arena.prove(joined.nonce)?;
+        Ok(arena)
+    }
+
+    /// Reads the executor's nonce, and writes its complement in the place.
+    fn prove(&self, nonce: u64) -> Result<(), String> {
+        let text = |error: CudaError| error.to_string();
+        let stream = Stream::create(&self.context).map_err(text)?;
+        let mut found = [0; 8];
+        // SAFETY: open has seen that at least 8 bytes at start are mapped in the stream's context.
+        unsafe { stream.download(self.start, &mut found) }.map_err(text)?;
+        let found = u64::from_le_bytes(found);
+        if found != nonce {
+            return Err(format!(
+                "the mapped memory is not the executor's: {nonce:#x} was written there, {found:#x} is read"
+            ));
+        }
+        // SAFETY: as above; until Mapped is sent, the executor leaves the arena alone, and no buffer of it
+        // has been given out.
+        unsafe { stream.upload(self.start, &(!nonce).to_le_bytes()) }.map_err(text)?;
+        stream.synchronize().map_err(text)
+    }
+
+    /// Unmaps it. The executor may free it only then.
+    pub(crate) fn close(&self) {
+        drop(locked(&self.memory).take());
+    }
+}
+
+fn handle(bytes: &[u8]) -> Result<[u8; IPC_HANDLE_LEN], String> {
+    <[u8; IPC_HANDLE_LEN]>::try_from(bytes).map_err(|_| {
+        format!(
+            "an IPC handle has {} bytes, {IPC_HANDLE_LEN} are needed",
+            bytes.len()
+        )
+    })
+}
+
+/// What is guarded here is never left half changed: a panic elsewhere does not matter.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Which buffer an address is in. Ranges that are not empty do not overlap.
+#[derive(Debug, Default)]
+struct Table {
+    /// Length in bytes by (start, buffer id): empty buffers may start where another one does.
+    ranges: BTreeMap<(u64, u64), u64>,
+}
+
+impl Table {
+    fn insert(&mut self, start: u64, id: u64, len_bytes: u64) {
+        self.ranges.insert((start, id), len_bytes);
+    }
+
+    fn remove(&mut self, start: u64, id: u64) {
+        self.ranges.remove(&(start, id));
+    }
+
+    /// The buffer that has the whole range, and the range's offset in it.
+    fn find(&self, pointer: u64, len_bytes: u64) -> Option<BufferRange> {
+        for (&(start, buffer_id), &has) in self.ranges.range(..=(pointer, u64::MAX)).rev() {
+            let offset_bytes = pointer - start;
+            if offset_bytes
+                .checked_add(len_bytes)
+                .is_some_and(|end| end <= has)
+            {
+                return Some(BufferRange {
+                    buffer_id,
+                    offset_bytes,
+                });
+            }
+            if has > 0 {
+                // What starts before it ends before it.
+                return None;
+            }
+        }
+        None
+    }
+
+    /// A buffer that shares a byte with the range.
+    fn overlapping(&self, start: u64, len_bytes: u64) -> Option<u64> {
+        let end = start.saturating_add(len_bytes);
+        let before_end = self.ranges.range(..(end, 0)).rev();
+        let (&(found, id), &has) = before_end.into_iter().find(|(_, has)| **has > 0)?;
+        (found.saturating_add(has) > start && len_bytes > 0).then_some(id)
+    }
+}
+
+/// A CUDA stream of the worker's: a CUstream, or a cudaStream_t.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StreamHandle(*mut c_void);
+
+// SAFETY: only a number here. CUDA takes streams from any thread; whether the stream is alive is promised
+// where the handle is used.
+unsafe impl Send for StreamHandle {}
+// SAFETY: as above.
+unsafe impl Sync for StreamHandle {}
+
+/// The driver's names for default streams, beside null.
+const LEGACY: usize = 1;
+const PER_THREAD: usize = 2;
+
+impl StreamHandle {
+    /// A stream of the device's primary context; null for its legacy default stream.
+    pub fn from_raw(stream: *mut c_void) -> Self {
+        if stream.addr() == LEGACY {
+            Self(std::ptr::null_mut())
+        } else {
+            Self(stream)
+        }
+    }
+
+    /// The handle.
+    pub fn raw(self) -> *mut c_void {
+        self.0
+    }
+
+    fn key(self) -> usize {
+        self.0.addr()
+    }
+}
+
+/// GPU memory that reductions can work on: a range of the window, or an allocation of the worker's.
+///
+/// It is an address, not a borrow: who uses it when is the worker's affair. Dropping it gives it back without
+/// waiting: reductions that were called are done first, but then the executor may hand a range of the window
+/// out again, so whatever else streams do with it must be done. Registered memory must not be freed after a
+/// mere drop: see [`Communicator::release_device`]. Addresses in the window end with the communicator.
+pub struct DeviceBuffer {
+    id: u64,
+    start: u64,
+    len_bytes: u64,
+    registered: bool,
+    /// Whether the executor knows already.
+    released: bool,
+    table: Arc<Mutex<Table>>,
+    errands: mpsc::UnboundedSender<Errand>,
+}
+
+impl DeviceBuffer {
+    /// Where it starts, in the device's primary context.
+    pub fn ptr(&self) -> u64 {
+        self.start
+    }
+
+    /// Its length in bytes.
+    pub fn len_bytes(&self) -> usize {
+        usize::try_from(self.len_bytes).unwrap_or(usize::MAX)
+    }
+
+    /// Whether it is memory of the worker's own.
+    pub fn is_registered(&self) -> bool {
+        self.registered
+    }
+}
+
+impl Drop for DeviceBuffer {
+    fn drop(&mut self) {
+        locked(&self.table).remove(self.start, self.id);
+        if !self.released {
+            // If the thread is gone, the session is, and the buffer with it.
+            let _ = self.errands.send(Errand::Release(self.id));
+        }
+    }
+}
+
+impl fmt::Debug for DeviceBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceBuffer")
+            .field("id", &self.id)
+            .field("start", &format_args!("{:#x}", self.start))
+            .field("len_bytes", &self.len_bytes)
+            .field("registered", &self.registered)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Which slot of a stream comes next, and the call that used each last.
+#[derive(Debug)]
+struct Turn {
+    next: usize,
+    /// Sequence numbers by slot; 0 for a slot not used yet.
+    used: Vec<u64>,
+}
+
+impl Turn {
+    fn new(slots: usize) -> Self {
+        Self {
+            next: 0,
+            used: vec![0; slots],
+        }
+    }
+
+    /// The next slot, and the call that used it last.
+    fn peek(&self) -> Option<(usize, u64)> {
+        Some((self.next, *self.used.get(self.next)?))
+    }
+
+    /// The next slot is used by this call.
+    fn advance(&mut self, sequence: u64) {
+        if let Some(used) = self.used.get_mut(self.next) {
+            *used = sequence;
+        }
+        self.next = (self.next + 1) % self.used.len().max(1);
+    }
+}
+
+/// One place in a stream's ring.
+#[derive(Debug)]
+struct Slot {
+    /// Of this process: recorded before each call.
+    ready: Event,
+    /// The executor's: recorded behind each reduction.
+    done: Event,
+}
+
+/// The executor's side of a stream.
+#[derive(Debug)]
+struct Ring {
+    stream_id: u64,
+    slots: Vec<Slot>,
+}
+
+impl Ring {
+    async fn open(
+        context: Arc<Context>,
+        mut collectives: CollectivesClient<Channel>,
+        session: u64,
+        num_slots: u32,
+    ) -> Result<Self, AllReduceError> {
+        let thread = AllReduceError::Thread;
+        let own = Arc::clone(&context);
+        let events = on_helper_thread(move || {
+            let events = (0..num_slots).map(|_| Event::create_shared(&own));
+            events.collect::<Result<Vec<_>, _>>()
+        });
+        let events = events
+            .await
+            .map_err(thread)?
+            .map_err(AllReduceError::Cuda)?;
+        let (ready, ready_handles): (Vec<_>, Vec<_>) = events
+            .into_iter()
+            .map(|(event, handle)| (event, handle.to_vec()))
+            .unzip();
+        let request = OpenStreamRequest {
+            session,
+            ready_handles,
+        };
+        let opened = bounded(collectives.open_stream(request))
+            .await
+            .map_err(|status| AllReduceError::from_refused(Refused::new(&status)))?
+            .into_inner();
+        let (stream_id, answered) = (opened.stream_id, opened.done_handles.len());
+        if answered != ready.len() {
+            return Err(AllReduceError::ExecutorLost(format!(
+                "it answered {answered} events for {} slots",
+                ready.len()
+            )));
+        }
+        let pairs = ready.into_iter().zip(opened.done_handles);
+        let slots = on_helper_thread(move || {
+            let slots = pairs.map(|(ready, done)| {
+                let done = handle(&done).map_err(AllReduceError::ExecutorLost)?;
+                let done = Event::open(&context, done).map_err(AllReduceError::Cuda)?;
+                Ok(Slot { ready, done })
+            });
+            slots.collect::<Result<Vec<_>, _>>()
+        });
+        let slots = match slots.await.map_err(thread).flatten() {
+            Ok(slots) => slots,
+            Err(error) => {
+                let close = CloseStreamRequest { session, stream_id };
+                // The first error is the one to tell.
+                let _ = bounded(collectives.close_stream(close)).await;
+                return Err(error);
+            }
+        };
+        Ok(Self { stream_id, slots })
+    }
+}
+
+type Streams = BTreeMap<usize, (Arc<Ring>, Turn)>;
+
+/// What a communicator on backend cuda has beside its window.
+#[derive(Debug)]
+pub(crate) struct GpuState {
+    context: Arc<Context>,
+    table: Arc<Mutex<Table>>,
+    /// By handle. Held (it is fair) from a call's first poll until its sequence number is taken: so the
+    /// order of the calls is that of their first poll, over all streams, and each stream's slots are used in
+    /// that order.
+    streams: Arc<tokio::sync::Mutex<Streams>>,
+    /// One registration at a time, so that none slips between another's look at the table and its entry.
+    registering: Arc<tokio::sync::Mutex<()>>,
+}
+
+impl GpuState {
+    /// None on backend host.
+    pub(crate) fn new(window: &Window) -> Option<Self> {
+        let arena = arena(window)?;
+        Some(Self {
+            context: Arc::clone(&arena.context),
+            table: Arc::default(),
+            streams: Arc::default(),
+            registering: Arc::default(),
+        })
+    }
+}
+
+fn arena(window: &Window) -> Option<&Arena> {
+    match &window.arena {
+        attach::Arena::Host(_) => None,
+        attach::Arena::Cuda(arena) => Some(arena),
+    }
+}
+
+/// On backend cuda. Each method answers `WrongBackend` on backend host.
+impl Communicator {
+    /// The rank's GPU; none on backend host.
+    pub fn device(&self) -> Option<&Device> {
+        Some(self.gpu.as_ref()?.context.device())
+    }
+
+    fn for_buffers(&self) -> Result<(&GpuState, &Arena), BufferError> {
+        let both = self.gpu.as_ref().zip(arena(&self.window));
+        both.ok_or(BufferError::WrongBackend(Backend::Host))
+    }
+
+    fn for_reductions(&self) -> Result<&GpuState, AllReduceError> {
+        let gpu = self.gpu.as_ref();
+        gpu.ok_or(AllReduceError::WrongBackend(Backend::Host))
+    }
+
+    /// Takes `len_bytes` of GPU memory from the window, aligned to 256 bytes. Its contents are whatever was
+    /// there.
+    ///
+    /// # Errors
+    /// [`BufferError`]: the arena is full, the epoch is over, the backend is not cuda.
+    pub async fn allocate_device(&self, len_bytes: usize) -> Result<DeviceBuffer, BufferError> {
+        let (gpu, arena) = self.for_buffers()?;
+        let len_bytes = len_bytes as u64;
+        let allocated = self.allocate_range(len_bytes).await?;
+        let end = allocated.offset_bytes.checked_add(len_bytes);
+        if end.is_none_or(|end| end > arena.len_bytes) {
+            return Err(BufferError::Window(format!("{allocated:?}")));
+        }
+        let start = arena.start + allocated.offset_bytes;
+        Ok(self.entered(gpu, allocated.buffer_id, start, len_bytes, false))
+    }
+
+    /// A buffer that the table knows.
+    fn entered(
+        &self,
+        gpu: &GpuState,
+        id: u64,
+        start: u64,
+        len_bytes: u64,
+        registered: bool,
+    ) -> DeviceBuffer {
+        let pending = Pending {
+            table: Arc::clone(&gpu.table),
+            errands: self.errands(),
+            start,
+            len_bytes,
+        };
+        pending.enter(id, registered)
+    }
+
+    /// Makes an allocation of the worker's a buffer: the whole of the one around `ptr`, so that every tensor
+    /// inside can be reduced (frameworks cut tensors out of large allocations). It must come from cuMemAlloc
+    /// (cudaMalloc). One that overlaps a buffer of this communicator is refused.
+    ///
+    /// If the future is dropped, the memory counts as registered until the communicator has been left.
+    ///
+    /// # Safety
+    /// The executor maps the memory: it must not be freed before [`Self::release_device`] has answered Ok, or
+    /// the communicator has been left.
+    ///
+    /// # Errors
+    /// [`BufferError`].
+    pub async unsafe fn register_device(&self, ptr: u64) -> Result<DeviceBuffer, BufferError> {
+        let (gpu, _) = self.for_buffers()?;
+        let registering = Arc::clone(&gpu.registering).lock_owned().await;
+        let context = Arc::clone(&gpu.context);
+        let table = Arc::clone(&gpu.table);
+        let looking = on_helper_thread(move || {
+            let allocation = allocation_around(&context, ptr)?;
+            let (start, len_bytes) = (allocation.start, allocation.len_bytes);
+            if let Some(buffer_id) = locked(&table).overlapping(start, len_bytes) {
+                return Err(BufferError::Registered {
+                    start,
+                    len_bytes,
+                    buffer_id,
+                });
+            }
+            let ipc_handle = export(&context, start)?;
+            Ok((allocation, ipc_handle))
+        });
+        let (allocation, ipc_handle) = looking.await.map_err(BufferError::Thread).flatten()?;
+        let pending = Pending {
+            table: Arc::clone(&gpu.table),
+            errands: self.errands(),
+            start: allocation.start,
+            len_bytes: allocation.len_bytes,
+        };
+        let request = RegisterRequest {
+            session: self.session(),
+            memory_handle: 0,
+            offset_bytes: 0,
+            len_bytes: allocation.len_bytes,
+            cuda: Some(CudaMemory {
+                ipc_handle: ipc_handle.to_vec(),
+                generation: allocation.generation,
+                len_bytes: allocation.len_bytes,
+                device_uuid: gpu.context.device().uuid().to_owned(),
+            }),
+        };
+        let mut buffers = self.buffers.clone();
+        // In a task of its own: if nobody waits any more, the buffer is dropped, and so released.
+        let registered = tokio::spawn(async move {
+            let answer = bounded(buffers.register(request)).await;
+            let answer = answer.map_err(|status| buffer_error(&status))?.into_inner();
+            let buffer = pending.enter(answer.buffer_id, true);
+            drop(registering);
+            Ok(buffer)
+        });
+        let registered = registered.await;
+        registered
+            .map_err(|error| BufferError::ExecutorLost(format!("the call was cut off: {error}")))?
+    }
+
+    /// Gives a buffer back, and waits until the executor has let go of it: registered memory may be freed
+    /// after Ok. Reductions in flight on it are finished first.
+    ///
+    /// After an error, and if the future is dropped, registered memory may be freed once the communicator has
+    /// been left.
+    ///
+    /// # Errors
+    /// [`BufferError`].
+    pub async fn release_device(&self, mut buffer: DeviceBuffer) -> Result<(), BufferError> {
+        self.for_buffers()?;
+        if !buffer.errands.same_channel(&self.attachment.errands) {
+            return Err(BufferError::ForeignBuffer);
+        }
+        // No new call shall find it.
+        locked(&buffer.table).remove(buffer.start, buffer.id);
+        let request = ReleaseRequest {
+            session: self.session(),
+            buffer_id: buffer.id,
+        };
+        let limit = self
+            .timeout(&AllReduceOptions::default())
+            .saturating_add(ANSWER_GRACE);
+        let released = within(limit, self.buffers.clone().release(request)).await;
+        // Dropped before, it would tell the executor again, which is harmless.
+        buffer.released = released.is_ok();
+        released.map(|_| ()).map_err(|status| buffer_error(&status))
+    }
+
+    /// Reduces `num_elems` elements at `src` over all ranks into `dst`, in the order of `stream`: after what
+    /// was enqueued before, and before what is enqueued after this has returned Ok. `dst` is `src` for in
+    /// place; else the two must not overlap. Each must lie in one buffer of this communicator.
+    ///
+    /// Ok means **enqueued, not done**: the host is not synchronised with the GPU. In the order of the
+    /// stream, `src` may be overwritten and `dst` read as soon as this returns. It returns when every rank has
+    /// made the call, within the timeout. A stream may have at most 32 reductions in flight (fewer if the
+    /// executor's `max_in_flight` is); then the call waits for the oldest first.
+    ///
+    /// A reduction that fails on the GPU (a rank's stream did not get there in time, or the rank died) leaves
+    /// NaN in `dst`, and so do all later ones of the epoch. [`Self::check`] says so, for example after
+    /// synchronising the stream, and so do the next call and the executor.
+    ///
+    /// Calls that overlap in time are made in the order of their first poll, also over several streams; none
+    /// is ordered after the other on the GPU unless the first has returned. If the future is dropped once the
+    /// call is made, the reduction goes on (the other ranks count on it) but the stream does not wait for it:
+    /// leave `src` and `dst` alone until [`Self::wait_settled`] says that it is done.
+    ///
+    /// # Safety
+    /// - `stream` is a live stream of the device's primary context ([`Self::device`]), or null, until this
+    ///   has returned or the future is dropped, and it is not captured meanwhile.
+    /// - Until the reduction is done, nothing but work ordered with it on the stream touches `src` or `dst`.
+    ///
+    /// # Errors
+    /// [`AllReduceError`]. Where it says that nothing was sent, no sequence number is used up.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the arguments of a collective, in the order that NCCL has made familiar"
+    )]
+    pub async unsafe fn all_reduce_on(
+        &self,
+        stream: StreamHandle,
+        src: u64,
+        dst: u64,
+        num_elems: usize,
+        dtype: Dtype,
+        op: Op,
+        options: AllReduceOptions,
+    ) -> Result<Reduction, AllReduceError> {
+        let gpu = self.for_reductions()?;
+        if options.range.is_some() {
+            return Err(AllReduceError::RangeGiven);
+        }
+        self.check()?;
+        if stream.key() == PER_THREAD {
+            return Err(AllReduceError::PerThreadStream);
+        }
+        // SAFETY: the caller promises a live stream of this context, or null.
+        if unsafe { is_capturing(&gpu.context, stream.raw()) }.map_err(AllReduceError::Cuda)? {
+            return Err(AllReduceError::Capturing);
+        }
+        let num_elems = num_elems as u64;
+        let [src, dst] = {
+            let len_bytes = num_elems.saturating_mul(dtype.size_bytes() as u64);
+            let table = locked(&gpu.table);
+            let find = |pointer| {
+                table
+                    .find(pointer, len_bytes)
+                    .ok_or(AllReduceError::NotABuffer { pointer, len_bytes })
+            };
+            [find(src)?, find(dst)?]
+        };
+        let timeout = self.timeout(&options);
+
+        let mut streams = self.stream_opened(gpu, stream).await?;
+        let lost = || AllReduceError::Thread("the stream was not opened".to_owned());
+        let (ring, turn) = streams.get_mut(&stream.key()).ok_or_else(lost)?;
+        let ring = Arc::clone(ring);
+        let (index, last) = turn.peek().ok_or_else(lost)?;
+        let slot = ring.slots.get(index).ok_or_else(lost)?;
+        self.slot_free(slot, last, ring.slots.len(), timeout)
+            .await?;
+        // Before the number is taken: if it fails, or nothing comes of the call, no number is used up, and
+        // the slot's next call records it anew.
+        // SAFETY: the caller promises a live stream of this context, or null; the event is of this context.
+        unsafe { slot.ready.record_on(stream.raw()) }.map_err(AllReduceError::Cuda)?;
+        let ticket = self.take_sequence().await?;
+        // Nothing is awaited from here until the call is on its way.
+        turn.advance(ticket.sequence());
+        let request = AllReduceRequest {
+            sequence: ticket.sequence(),
+            src: Some(src),
+            dst: Some(dst),
+            event: Some(v1::Event {
+                ready_value: 0,
+                stream_id: ring.stream_id,
+                slot: u32::try_from(index).unwrap_or(u32::MAX),
+            }),
+            ..self.call(num_elems, dtype, op, &options)
+        };
+        let call = self.send(ticket, request, timeout, ());
+        drop(streams);
+        let response = match call.await {
+            Ok(((), answer)) => answer?,
+            Err(error) => return Err(cut_off(&error)),
+        };
+        // SAFETY: the caller promises a live stream of this context, or null; the event is of this context.
+        unsafe { slot.done.wait_on(stream.raw()) }.map_err(AllReduceError::NotOrdered)?;
+        reduction(&response)
+    }
+
+    /// The streams, of which `stream` is one.
+    async fn stream_opened(
+        &self,
+        gpu: &GpuState,
+        stream: StreamHandle,
+    ) -> Result<OwnedMutexGuard<Streams>, AllReduceError> {
+        let mut streams = Arc::clone(&gpu.streams).lock_owned().await;
+        if streams.contains_key(&stream.key()) {
+            return Ok(streams);
+        }
+        let num_slots = self.window.joined.max_in_flight.clamp(1, LONGEST_RING);
+        let opening = Ring::open(
+            Arc::clone(&gpu.context),
+            self.collectives.clone(),
+            self.session(),
+            num_slots,
+        );
+        // In a task of its own: if nobody waits any more, the ring is there for the next call.
+        let opened = tokio::spawn(async move {
+            let ring = opening.await?;
+            let turn = Turn::new(ring.slots.len());
+            streams.insert(stream.key(), (Arc::new(ring), turn));
+            Ok(streams)
+        });
+        match opened.await {
+            Ok(opened) => opened,
+            Err(error) => Err(cut_off(&error)),
+        }
+    }
+
+    /// Waits until a slot may be used again: the executor has answered the call that used it last, so it has
+    /// read `ready`, and the GPU is done with it.
+    async fn slot_free(
+        &self,
+        slot: &Slot,
+        last: u64,
+        slots: usize,
+        timeout: Duration,
+    ) -> Result<(), AllReduceError> {
+        let is_free = || -> Result<bool, AllReduceError> {
+            // A failed call has not recorded `done`, which then is as the one before left it: done.
+            Ok(self.sequences.is_answered(last)
+                && (self.window.control.settled(last).is_some()
+                    || slot.done.is_done().map_err(AllReduceError::Cuda)?))
+        };
+        let started = Instant::now();
+        while !is_free()? {
+            self.check()?;
+            let waited = started.elapsed();
+            if waited >= timeout {
+                return Err(AllReduceError::StreamBusy {
+                    slots,
+                    waited_ms: u64::try_from(waited.as_millis()).unwrap_or(u64::MAX),
+                });
+            }
+            if waited < SPIN {
+                tokio::task::yield_now().await;
+            } else {
+                tokio::time::sleep(PAUSE).await;
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgets a stream, before it is destroyed; waits until its calls are answered. Reductions enqueued
+    /// before are not touched. A stream that was never used here is no error, nor is using it again.
+    ///
+    /// # Errors
+    /// [`AllReduceError`].
+    pub async fn close_stream(&self, stream: StreamHandle) -> Result<(), AllReduceError> {
+        let gpu = self.for_reductions()?;
+        let mut streams = Arc::clone(&gpu.streams).lock_owned().await;
+        let Some((ring, turn)) = streams.get(&stream.key()) else {
+            return Ok(());
+        };
+        // The executor shall not miss events of a call that is on its way.
+        for sequence in &turn.used {
+            self.sequences.wait_answered(*sequence).await;
+        }
+        let request = CloseStreamRequest {
+            session: self.session(),
+            stream_id: ring.stream_id,
+        };
+        let mut collectives = self.collectives.clone();
+        streams.remove(&stream.key());
+        drop(streams);
+        // In a task of its own: what is forgotten here shall be there.
+        let closed = tokio::spawn(async move { bounded(collectives.close_stream(request)).await });
+        match closed.await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(status)) => Err(AllReduceError::from_refused(Refused::new(&status))),
+            Err(error) => Err(cut_off(&error)),
+        }
+    }
+}
+
+/// A buffer that lacks its id.
+struct Pending {
+    table: Arc<Mutex<Table>>,
+    errands: mpsc::UnboundedSender<Errand>,
+    start: u64,
+    len_bytes: u64,
+}
+
+impl Pending {
+    fn enter(self, id: u64, registered: bool) -> DeviceBuffer {
+        let Self {
+            table,
+            errands,
+            start,
+            len_bytes,
+        } = self;
+        locked(&table).insert(start, id, len_bytes);
+        DeviceBuffer {
+            id,
+            start,
+            len_bytes,
+            registered,
+            released: false,
+            table,
+            errands,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use proptest::prelude::*;
+
+    fn range(buffer_id: u64, offset_bytes: u64) -> Option<BufferRange> {
+        Some(BufferRange {
+            buffer_id,
+            offset_bytes,
+        })
+    }
+
+    #[test]
+    fn tensors_are_found_in_their_buffers() {
+        let mut table = Table::default();
+        table.insert(0x1000, 1, 0x100);
+        table.insert(0x1100, 2, 0x100);
+        table.insert(0x1100, 3, 0);
+        table.insert(u64::MAX - 0xff, 4, 0xff);
+        assert_eq!(table.find(0x1000, 0x100), range(1, 0));
+        assert_eq!(table.find(0x1010, 0xf0), range(1, 0x10));
+        assert_eq!(table.find(0x1010, 0xf1), None, "it would reach into 2");
+        assert_eq!(table.find(0x1100, 0x100), range(2, 0), "not the empty 3");
+        assert_eq!(table.find(0x11ff, 1), range(2, 0xff));
+        assert_eq!(
+            table.find(0x1200, 0),
+            range(2, 0x100),
+            "nothing, at the end"
+        );
+        assert_eq!(table.find(0x1201, 0), None);
+        assert_eq!(table.find(0xfff, 2), None);
+        assert_eq!(table.find(0, 0), None);
+        assert_eq!(table.find(0x1010, u64::MAX), None);
+        assert_eq!(table.find(u64::MAX - 1, 1), range(4, 0xfe));
+        table.remove(0x1100, 2);
+        assert_eq!(table.find(0x1100, 1), None);
+        assert_eq!(table.find(0x1100, 0), range(3, 0));
+    }
+
+    proptest! {
+        /// Against a look at every range.
+        #[test]
+        fn overlaps_are_seen(
+            gaps in prop::collection::vec((0_u64..4, 0_u64..4), 0..8),
+            start in 0_u64..40,
+            len_bytes in 0_u64..8,
+        ) {
+            let mut table = Table::default();
+            let mut ranges = Vec::new();
+            let mut at = 0;
+            for (id, (gap, has)) in (1..).zip(gaps) {
+                at += gap;
+                table.insert(at, id, has);
+                ranges.push((at, has, id));
+                at += has;
+            }
+            let shares = |&&(from, has, _): &&(u64, u64, u64)| {
+                from.max(start) < (from + has).min(start + len_bytes)
+            };
+            let expected = ranges.iter().filter(shares).map(|(.., id)| *id).max();
+            prop_assert_eq!(table.overlapping(start, len_bytes), expected);
+            let holds = |&&(from, has, _): &&(u64, u64, u64)| {
+                from <= start && start + len_bytes <= from + has
+            };
+            let found = table.find(start, len_bytes);
+            prop_assert_eq!(found.is_some(), ranges.iter().any(|range| holds(&range)));
+            if let Some(found) = found {
+                let named = |&&(from, _, id): &&(u64, u64, u64)| {
+                    id == found.buffer_id && from + found.offset_bytes == start
+                };
+                prop_assert!(ranges.iter().filter(holds).any(|range| named(&range)));
+            }
+        }
+    }
+
+    #[test]
+    fn a_dropped_buffer_leaves_the_table_and_tells_the_executor_once() {
+        let table = Arc::new(Mutex::new(Table::default()));
+        let (errands, mut told) = mpsc::unbounded_channel();
+        let enter = |id, start| {
+            let pending = Pending {
+                table: Arc::clone(&table),
+                errands: errands.clone(),
+                start,
+                len_bytes: 16,
+            };
+            pending.enter(id, true)
+        };
+        let (kept, mut released) = (enter(7, 0x100), enter(8, 0x200));
+        assert_eq!(locked(&table).find(0x108, 8), range(7, 8));
+        drop(kept);
+        assert_eq!(locked(&table).find(0x108, 8), None);
+        assert!(matches!(told.try_recv(), Ok(Errand::Release(7))));
+        released.released = true;
+        drop(released);
+        assert_eq!(locked(&table).find(0x200, 8), None);
+        assert!(told.try_recv().is_err());
+    }
+
+    #[test]
+    fn slots_come_in_turn_and_know_who_used_them() {
+        let mut turn = Turn::new(3);
+        for sequence in [2, 5, 6] {
+            let (_, last) = turn.peek().unwrap();
+            assert_eq!(last, 0, "not used yet");
+            turn.advance(sequence);
+        }
+        assert_eq!(turn.peek(), Some((0, 2)));
+        // A call that came to nothing does not advance: the next one has the same slot.
+        assert_eq!(turn.peek(), Some((0, 2)));
+        turn.advance(9);
+        assert_eq!(turn.peek(), Some((1, 5)));
+        assert_eq!(Turn::new(0).peek(), None);
+    }
+
+    #[test]
+    fn default_streams_have_one_name() {
+        let raw = |addr| StreamHandle::from_raw(std::ptr::without_provenance_mut(addr));
+        assert_eq!(raw(0), raw(LEGACY));
+        assert_ne!(raw(0), raw(PER_THREAD));
+        assert_eq!(raw(0x50).raw().addr(), 0x50);
+    }
+
+    #[test]
+    fn a_machine_without_a_gpu_says_why() {
+        match devices() {
+            Ok(devices) => assert!(devices.iter().all(|device| !device.uuid().is_empty())),
+            Err(error) => {
+                assert!(!error.to_string().is_empty());
+                assert_eq!(default_device(), Err(error));
+            }
+        }
+    }
+
+    #[test]
+    fn handles_have_their_length() {
+        assert!(handle(&[1; IPC_HANDLE_LEN]).is_ok());
+        assert!(handle(&[1; IPC_HANDLE_LEN - 1]).is_err());
+    }
+
+    #[tokio::test]
+    async fn a_helper_thread_answers() {
+        assert_eq!(on_helper_thread(|| 7).await, Ok(7));
+    }
+
+    #[test]
+    fn the_futures_can_move_between_threads() {
+        fn is_send<T: Send>(_: &T) {}
+        fn try_it(communicator: &Communicator, stream: StreamHandle) {
+            let options = AllReduceOptions::default();
+            // SAFETY: the futures are never polled.
+            unsafe {
+                is_send(&communicator.all_reduce_on(stream, 0, 0, 0, Dtype::F32, Op::Sum, options));
+                is_send(&communicator.register_device(0));
+            }
+        }
+        let _ = try_it;
+    }
+}

@@ -144,7 +144,7 @@ unsafe impl Sync for Kernels {}
 impl Kernels {
     fn load(gpu: &Gpu, config: &CudaConfig, instance: Instance) -> Result<Self, GpuError> {
         let mut reasons = Vec::new();
-        if let Some(fatbin) = kernel::fatbin() {
+        if let Some(fatbin) = kernel::fatbin().filter(|_| !config.use_nvrtc) {
             match Module::load(&gpu.context, fatbin) {
                 Ok(module) => return Self::of(gpu, module, instance),
                 Err(error) => reasons.push(format!("the build's image: {error}")),

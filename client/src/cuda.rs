@@ -434,6 +434,7 @@ impl Ring {
             .into_inner();
         let (stream_id, answered) = (opened.stream_id, opened.done_handles.len());
         if answered != ready.len() {
+            // A defect of the executor, which keeps the stream until the session ends.
             return Err(AllReduceError::ExecutorLost(format!(
                 "it answered {answered} events for {} slots",
                 ready.len()
@@ -527,25 +528,17 @@ impl Communicator {
             return Err(BufferError::Window(format!("{allocated:?}")));
         }
         let start = arena.start + allocated.offset_bytes;
-        Ok(self.entered(gpu, allocated.buffer_id, start, len_bytes, false))
+        let pending = self.pending(gpu, start, len_bytes);
+        Ok(pending.enter(allocated.buffer_id, false))
     }
 
-    /// A buffer that the table knows.
-    fn entered(
-        &self,
-        gpu: &GpuState,
-        id: u64,
-        start: u64,
-        len_bytes: u64,
-        registered: bool,
-    ) -> DeviceBuffer {
-        let pending = Pending {
+    fn pending(&self, gpu: &GpuState, start: u64, len_bytes: u64) -> Pending {
+        Pending {
             table: Arc::clone(&gpu.table),
             errands: self.errands(),
             start,
             len_bytes,
-        };
-        pending.enter(id, registered)
+        }
     }
 
     /// Makes an allocation of the worker's a buffer: the whole of the one around `ptr`, so that every tensor
@@ -579,12 +572,9 @@ impl Communicator {
             Ok((allocation, ipc_handle))
         });
         let (allocation, ipc_handle) = looking.await.map_err(BufferError::Thread).flatten()?;
-        let pending = Pending {
-            table: Arc::clone(&gpu.table),
-            errands: self.errands(),
-            start: allocation.start,
-            len_bytes: allocation.len_bytes,
-        };
+        // The executor cannot map again what it has not let go of since its buffer was dropped.
+        self.flush().await;
+        let pending = self.pending(gpu, allocation.start, allocation.len_bytes);
         let request = RegisterRequest {
             session: self.session(),
             memory_handle: 0,
@@ -659,11 +649,14 @@ impl Communicator {
     ///
     /// # Safety
     /// - `stream` is a live stream of the device's primary context ([`Self::device`]), or null, until this
-    ///   has returned or the future is dropped, and it is not captured meanwhile.
+    ///   has returned or the future is dropped; meanwhile it is neither captured nor closed
+    ///   ([`Self::close_stream`]).
     /// - Until the reduction is done, nothing but work ordered with it on the stream touches `src` or `dst`.
     ///
     /// # Errors
-    /// [`AllReduceError`]. Where it says that nothing was sent, no sequence number is used up.
+    /// [`AllReduceError`]. Where it says that nothing was sent, no sequence number is used up. After
+    /// [`AllReduceError::ExecutorLost`] the reduction may run all the same; after any other error but
+    /// [`AllReduceError::NotOrdered`] it does not.
     #[expect(
         clippy::too_many_arguments,
         reason = "the arguments of a collective, in the order that NCCL has made familiar"
@@ -804,8 +797,8 @@ impl Communicator {
         Ok(())
     }
 
-    /// Forgets a stream, before it is destroyed; waits until its calls are answered. Reductions enqueued
-    /// before are not touched. A stream that was never used here is no error, nor is using it again.
+    /// Forgets a stream, before it is destroyed; waits until its calls are answered (of dropped futures, too).
+    /// Reductions enqueued before are not touched. A stream that was never used here is no error, nor is using it again.
     ///
     /// # Errors
     /// [`AllReduceError`].
@@ -836,7 +829,7 @@ impl Communicator {
     }
 }
 
-/// A buffer that lacks its id.
+/// A buffer that has no id yet.
 struct Pending {
     table: Arc<Mutex<Table>>,
     errands: mpsc::UnboundedSender<Errand>,
@@ -845,6 +838,7 @@ struct Pending {
 }
 
 impl Pending {
+    /// The buffer, which the table now knows.
     fn enter(self, id: u64, registered: bool) -> DeviceBuffer {
         let Self {
             table,

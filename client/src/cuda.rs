@@ -49,7 +49,7 @@ use crate::communicator::{
 use crate::error::{AllReduceError, BufferError, Refused};
 use allreduce_contract::cuda::{
     Context, Driver, Event, IPC_HANDLE_LEN, ImportedMemory, Stream, allocation_around, export,
-    is_capturing, relax_capture_mode,
+    is_capturing, is_idle, relax_capture_mode,
 };
 use allreduce_contract::v1::collectives_client::CollectivesClient;
 use allreduce_contract::v1::{
@@ -679,9 +679,12 @@ impl Communicator {
         if stream.key() == PER_THREAD {
             return Err(AllReduceError::PerThreadStream);
         }
-        // SAFETY: the caller promises a live stream of this context, or null.
-        if unsafe { is_capturing(&gpu.context, stream.raw()) }.map_err(AllReduceError::Cuda)? {
-            return Err(AllReduceError::Capturing);
+        {
+            let entered = gpu.context.enter().map_err(AllReduceError::Cuda)?;
+            // SAFETY: the caller promises a live stream of this context, or null.
+            if unsafe { is_capturing(&entered, stream.raw()) }.map_err(AllReduceError::Cuda)? {
+                return Err(AllReduceError::Capturing);
+            }
         }
         let num_elems = num_elems as u64;
         let [src, dst] = {
@@ -706,8 +709,7 @@ impl Communicator {
             .await?;
         // Before the number is taken: if it fails, or nothing comes of the call, no number is used up, and
         // the slot's next call records it anew.
-        // SAFETY: the caller promises a live stream of this context, or null; the event is of this context.
-        unsafe { slot.ready.record_on(stream.raw()) }.map_err(AllReduceError::Cuda)?;
+        let idle = announce(&gpu.context, slot, stream).map_err(AllReduceError::Cuda)?;
         let ticket = self.take_sequence().await?;
         // Nothing is awaited from here until the call is on its way.
         turn.advance(ticket.sequence());
@@ -719,6 +721,7 @@ impl Communicator {
                 ready_value: 0,
                 stream_id: ring.stream_id,
                 slot: u32::try_from(index).unwrap_or(u32::MAX),
+                idle,
             }),
             ..self.call(num_elems, dtype, op, &options)
         };
@@ -826,6 +829,21 @@ impl Communicator {
             Ok(Err(status)) => Err(AllReduceError::from_refused(Refused::new(&status))),
             Err(error) => Err(cut_off(&error)),
         }
+    }
+}
+
+/// Says on the GPU that the stream has got here, by the slot's ready event; an idle stream has, and needs none.
+/// Answers whether it is idle.
+fn announce(context: &Context, slot: &Slot, stream: StreamHandle) -> Result<bool, CudaError> {
+    let entered = context.enter()?;
+    // SAFETY: all_reduce_on's caller promises a live stream of this context, or null, that is not captured; the
+    // event is of this context.
+    unsafe {
+        let idle = is_idle(&entered, stream.raw())?;
+        if !idle {
+            slot.ready.record_in(&entered, stream.raw())?;
+        }
+        Ok(idle)
     }
 }
 

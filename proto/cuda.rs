@@ -384,6 +384,38 @@ pub fn relax_capture_mode() -> Result<(), CudaError> {
     unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }
 }
 
+/// This thread's CUDA calls do not disturb a stream capture of another thread, until the guard is dropped; then
+/// the thread's mode is as before.
+#[derive(Debug)]
+pub struct Relaxed {
+    before: sys::CUstreamCaptureMode,
+    // The mode is the thread's.
+    _thread: PhantomData<*const ()>,
+}
+
+impl Relaxed {
+    /// Relaxes this thread.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn begin() -> Result<Self, CudaError> {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: mode is a place that holds the new mode and takes the old.
+        unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
+        Ok(Self {
+            before: mode,
+            _thread: PhantomData,
+        })
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // SAFETY: as in begin; the old mode is one that the driver gave.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.before) };
+    }
+}
+
 /// Device memory of this process, from cuMemAlloc (the kind that can be exported).
 #[derive(Debug)]
 pub struct DeviceMemory {

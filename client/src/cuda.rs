@@ -48,8 +48,8 @@ use crate::communicator::{
 };
 use crate::error::{AllReduceError, BufferError, Refused};
 use allreduce_contract::cuda::{
-    Context, Driver, Event, IPC_HANDLE_LEN, ImportedMemory, Stream, allocation_around, export,
-    is_capturing, is_idle, relax_capture_mode,
+    Context, Driver, Event, IPC_HANDLE_LEN, ImportedMemory, Relaxed, Stream, allocation_around,
+    export, is_capturing, is_idle, relax_capture_mode,
 };
 use allreduce_contract::v1::collectives_client::CollectivesClient;
 use allreduce_contract::v1::{
@@ -775,11 +775,16 @@ impl Communicator {
         slots: usize,
         timeout: Duration,
     ) -> Result<(), AllReduceError> {
+        let is_done = || {
+            // As in announce.
+            let _relaxed = Relaxed::begin()?;
+            slot.done.is_done()
+        };
         let is_free = || -> Result<bool, AllReduceError> {
             // A failed call has not recorded `done`, which then is as the one before left it: done.
             Ok(self.sequences.is_answered(last)
                 && (self.window.control.settled(last).is_some()
-                    || slot.done.is_done().map_err(AllReduceError::Cuda)?))
+                    || is_done().map_err(AllReduceError::Cuda)?))
         };
         let started = Instant::now();
         while !is_free()? {
@@ -835,6 +840,8 @@ impl Communicator {
 /// Says on the GPU that the stream has got here, by the slot's ready event; an idle stream has, and needs none.
 /// Answers whether it is idle.
 fn announce(context: &Context, slot: &Slot, stream: StreamHandle) -> Result<bool, CudaError> {
+    // Asking an idle stream is one of the calls that another thread's capture would not survive.
+    let _relaxed = Relaxed::begin()?;
     let entered = context.enter()?;
     // SAFETY: all_reduce_on's caller promises a live stream of this context, or null, that is not captured; the
     // event is of this context.

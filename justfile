@@ -38,6 +38,10 @@ kernels:
     kernels/cuda/build-all --install .ci/cache/nvcc
     kernels/cuda/sim/run
 
+# What tests/gpu/run needs, for a machine with a GPU and no cargo, into gpu-bundle/.
+gpu-bundle *arguments:
+    tests/gpu/bundle {{arguments}}
+
 # The figures of docs/benchmarks.md.
 bench:
     cargo run --release -- bench

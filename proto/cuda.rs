@@ -384,6 +384,38 @@ pub fn relax_capture_mode() -> Result<(), CudaError> {
     unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }
 }
 
+/// This thread's CUDA calls do not disturb a stream capture of another thread, until the guard is dropped; then
+/// the thread's mode is as before.
+#[derive(Debug)]
+pub struct Relaxed {
+    before: sys::CUstreamCaptureMode,
+    // The mode is the thread's.
+    _thread: PhantomData<*const ()>,
+}
+
+impl Relaxed {
+    /// Relaxes this thread.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn begin() -> Result<Self, CudaError> {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: mode is a place that holds the new mode and takes the old.
+        unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
+        Ok(Self {
+            before: mode,
+            _thread: PhantomData,
+        })
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // SAFETY: as in begin; the old mode is one that the driver gave.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.before) };
+    }
+}
+
 /// Device memory of this process, from cuMemAlloc (the kind that can be exported).
 #[derive(Debug)]
 pub struct DeviceMemory {
@@ -878,7 +910,23 @@ impl Event {
     /// # Errors
     /// [`CudaError`].
     pub unsafe fn record_on(&self, stream: *mut c_void) -> Result<(), CudaError> {
-        let _entered = self.context.enter()?;
+        let entered = self.context.enter()?;
+        // SAFETY: the caller's; the guard is of the event's context.
+        unsafe { self.record_in(&entered, stream) }
+    }
+
+    /// As [`Self::record_on`], with its context current already.
+    ///
+    /// # Safety
+    /// As there; and `entered` is of this event's context.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn record_in(
+        &self,
+        _entered: &Entered<'_>,
+        stream: *mut c_void,
+    ) -> Result<(), CudaError> {
         // SAFETY: the caller's; the event is alive as long as self.
         unsafe { call!(cuEventRecord(self.raw, stream.cast())) }
     }
@@ -891,7 +939,23 @@ impl Event {
     /// # Errors
     /// [`CudaError`].
     pub unsafe fn wait_on(&self, stream: *mut c_void) -> Result<(), CudaError> {
-        let _entered = self.context.enter()?;
+        let entered = self.context.enter()?;
+        // SAFETY: the caller's; the guard is of the event's context.
+        unsafe { self.wait_in(&entered, stream) }
+    }
+
+    /// As [`Self::wait_on`], with its context current already.
+    ///
+    /// # Safety
+    /// As there; and `entered` is of this event's context.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn wait_in(
+        &self,
+        _entered: &Entered<'_>,
+        stream: *mut c_void,
+    ) -> Result<(), CudaError> {
         // SAFETY: the caller's; the event is alive as long as self.
         unsafe { call!(cuStreamWaitEvent(stream.cast(), self.raw, 0)) }
     }
@@ -920,16 +984,28 @@ impl Drop for Event {
 /// Whether a stream is being captured into a graph.
 ///
 /// # Safety
-/// `stream` is a live stream of `context`, or null for its legacy default stream.
+/// `stream` is a live stream of the context that is entered, or null for its legacy default stream.
 ///
 /// # Errors
 /// [`CudaError`].
-pub unsafe fn is_capturing(context: &Context, stream: *mut c_void) -> Result<bool, CudaError> {
-    let _entered = context.enter()?;
+pub unsafe fn is_capturing(_entered: &Entered<'_>, stream: *mut c_void) -> Result<bool, CudaError> {
     let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: status is a place for one; the stream is the caller's.
     unsafe { call!(cuStreamIsCapturing(stream.cast(), &raw mut status)) }?;
     Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
+/// Whether everything that was enqueued on a stream is done.
+///
+/// # Safety
+/// `stream` is a live stream of the context that is entered, or null for its legacy default stream; it is not
+/// being captured.
+///
+/// # Errors
+/// [`CudaError`], of earlier work too.
+pub unsafe fn is_idle(_entered: &Entered<'_>, stream: *mut c_void) -> Result<bool, CudaError> {
+    // SAFETY: the caller's.
+    is_ready(unsafe { call!(cuStreamQuery(stream.cast())) })
 }
 
 #[cfg(test)]

@@ -118,8 +118,8 @@ fn a_deadline_names_the_missing_and_ends_the_epoch() {
         let communicator = &communicators[rank as usize];
         let buffer = communicator.allocate::<f32>(4).unwrap();
         let options = AllReduceOptions {
-            range: None,
             timeout: Some(Duration::from_millis(300)),
+            ..AllReduceOptions::default()
         };
         let failed = communicator
             .all_reduce_with(buffer, Op::Sum, options)

@@ -361,3 +361,26 @@ impl From<Over> for Attempt {
         }
     }
 }
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    #![allow(clippy::panic)]
+    use super::*;
+
+    #[test]
+    fn a_rank_that_names_no_gpu_stays_on_the_host() {
+        let options = JoinOptions::new("c", 0, 2);
+        assert!(matches!(options.gpu(), Ok(None)));
+        assert!(matches!(options.backend(Backend::Host).gpu(), Ok(None)));
+    }
+
+    #[test]
+    fn who_asks_for_cuda_gets_a_gpu_or_hears_why_not() {
+        let options = JoinOptions::new("c", 0, 2).backend(Backend::Cuda);
+        match (crate::cuda::devices(), options.gpu()) {
+            (Ok(devices), Ok(gpu)) => assert_eq!(gpu.as_ref(), devices.first()),
+            (Err(expected), Err(JoinError::Cuda(error))) => assert_eq!(error, expected),
+            (devices, gpu) => panic!("{devices:?}, {gpu:?}"),
+        }
+    }
+}

@@ -255,7 +255,7 @@ impl Communicator {
     }
 
     /// Waits until the executor has been told of every buffer dropped so far.
-    async fn flush(&self) {
+    pub(crate) async fn flush(&self) {
         let (done, flushed) = oneshot::channel();
         if self.attachment.errands.send(Errand::Flush(done)).is_ok() {
             // The thread may end instead: then there is nothing left to wait for.

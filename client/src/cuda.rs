@@ -48,8 +48,8 @@ use crate::communicator::{
 };
 use crate::error::{AllReduceError, BufferError, Refused};
 use allreduce_contract::cuda::{
-    Context, Driver, Event, IPC_HANDLE_LEN, ImportedMemory, Stream, allocation_around, export,
-    is_capturing, relax_capture_mode,
+    Context, Driver, Event, IPC_HANDLE_LEN, ImportedMemory, Relaxed, Stream, allocation_around,
+    export, is_capturing, is_idle, relax_capture_mode,
 };
 use allreduce_contract::v1::collectives_client::CollectivesClient;
 use allreduce_contract::v1::{
@@ -434,6 +434,7 @@ impl Ring {
             .into_inner();
         let (stream_id, answered) = (opened.stream_id, opened.done_handles.len());
         if answered != ready.len() {
+            // A defect of the executor, which keeps the stream until the session ends.
             return Err(AllReduceError::ExecutorLost(format!(
                 "it answered {answered} events for {} slots",
                 ready.len()
@@ -527,25 +528,17 @@ impl Communicator {
             return Err(BufferError::Window(format!("{allocated:?}")));
         }
         let start = arena.start + allocated.offset_bytes;
-        Ok(self.entered(gpu, allocated.buffer_id, start, len_bytes, false))
+        let pending = self.pending(gpu, start, len_bytes);
+        Ok(pending.enter(allocated.buffer_id, false))
     }
 
-    /// A buffer that the table knows.
-    fn entered(
-        &self,
-        gpu: &GpuState,
-        id: u64,
-        start: u64,
-        len_bytes: u64,
-        registered: bool,
-    ) -> DeviceBuffer {
-        let pending = Pending {
+    fn pending(&self, gpu: &GpuState, start: u64, len_bytes: u64) -> Pending {
+        Pending {
             table: Arc::clone(&gpu.table),
             errands: self.errands(),
             start,
             len_bytes,
-        };
-        pending.enter(id, registered)
+        }
     }
 
     /// Makes an allocation of the worker's a buffer: the whole of the one around `ptr`, so that every tensor
@@ -579,12 +572,9 @@ impl Communicator {
             Ok((allocation, ipc_handle))
         });
         let (allocation, ipc_handle) = looking.await.map_err(BufferError::Thread).flatten()?;
-        let pending = Pending {
-            table: Arc::clone(&gpu.table),
-            errands: self.errands(),
-            start: allocation.start,
-            len_bytes: allocation.len_bytes,
-        };
+        // The executor cannot map again what it has not let go of since its buffer was dropped.
+        self.flush().await;
+        let pending = self.pending(gpu, allocation.start, allocation.len_bytes);
         let request = RegisterRequest {
             session: self.session(),
             memory_handle: 0,
@@ -659,11 +649,14 @@ impl Communicator {
     ///
     /// # Safety
     /// - `stream` is a live stream of the device's primary context ([`Self::device`]), or null, until this
-    ///   has returned or the future is dropped, and it is not captured meanwhile.
+    ///   has returned or the future is dropped; meanwhile it is neither captured nor closed
+    ///   ([`Self::close_stream`]).
     /// - Until the reduction is done, nothing but work ordered with it on the stream touches `src` or `dst`.
     ///
     /// # Errors
-    /// [`AllReduceError`]. Where it says that nothing was sent, no sequence number is used up.
+    /// [`AllReduceError`]. Where it says that nothing was sent, no sequence number is used up. After
+    /// [`AllReduceError::ExecutorLost`] the reduction may run all the same; after any other error but
+    /// [`AllReduceError::NotOrdered`] it does not.
     #[expect(
         clippy::too_many_arguments,
         reason = "the arguments of a collective, in the order that NCCL has made familiar"
@@ -686,9 +679,12 @@ impl Communicator {
         if stream.key() == PER_THREAD {
             return Err(AllReduceError::PerThreadStream);
         }
-        // SAFETY: the caller promises a live stream of this context, or null.
-        if unsafe { is_capturing(&gpu.context, stream.raw()) }.map_err(AllReduceError::Cuda)? {
-            return Err(AllReduceError::Capturing);
+        {
+            let entered = gpu.context.enter().map_err(AllReduceError::Cuda)?;
+            // SAFETY: the caller promises a live stream of this context, or null.
+            if unsafe { is_capturing(&entered, stream.raw()) }.map_err(AllReduceError::Cuda)? {
+                return Err(AllReduceError::Capturing);
+            }
         }
         let num_elems = num_elems as u64;
         let [src, dst] = {
@@ -713,8 +709,7 @@ impl Communicator {
             .await?;
         // Before the number is taken: if it fails, or nothing comes of the call, no number is used up, and
         // the slot's next call records it anew.
-        // SAFETY: the caller promises a live stream of this context, or null; the event is of this context.
-        unsafe { slot.ready.record_on(stream.raw()) }.map_err(AllReduceError::Cuda)?;
+        let idle = announce(&gpu.context, slot, stream).map_err(AllReduceError::Cuda)?;
         let ticket = self.take_sequence().await?;
         // Nothing is awaited from here until the call is on its way.
         turn.advance(ticket.sequence());
@@ -726,6 +721,7 @@ impl Communicator {
                 ready_value: 0,
                 stream_id: ring.stream_id,
                 slot: u32::try_from(index).unwrap_or(u32::MAX),
+                idle,
             }),
             ..self.call(num_elems, dtype, op, &options)
         };
@@ -779,11 +775,16 @@ impl Communicator {
         slots: usize,
         timeout: Duration,
     ) -> Result<(), AllReduceError> {
+        let is_done = || {
+            // As in announce.
+            let _relaxed = Relaxed::begin()?;
+            slot.done.is_done()
+        };
         let is_free = || -> Result<bool, AllReduceError> {
             // A failed call has not recorded `done`, which then is as the one before left it: done.
             Ok(self.sequences.is_answered(last)
                 && (self.window.control.settled(last).is_some()
-                    || slot.done.is_done().map_err(AllReduceError::Cuda)?))
+                    || is_done().map_err(AllReduceError::Cuda)?))
         };
         let started = Instant::now();
         while !is_free()? {
@@ -804,8 +805,8 @@ impl Communicator {
         Ok(())
     }
 
-    /// Forgets a stream, before it is destroyed; waits until its calls are answered. Reductions enqueued
-    /// before are not touched. A stream that was never used here is no error, nor is using it again.
+    /// Forgets a stream, before it is destroyed; waits until its calls are answered (of dropped futures, too).
+    /// Reductions enqueued before are not touched. A stream that was never used here is no error, nor is using it again.
     ///
     /// # Errors
     /// [`AllReduceError`].
@@ -836,7 +837,24 @@ impl Communicator {
     }
 }
 
-/// A buffer that lacks its id.
+/// Says on the GPU that the stream has got here, by the slot's ready event; an idle stream has, and needs none.
+/// Answers whether it is idle.
+fn announce(context: &Context, slot: &Slot, stream: StreamHandle) -> Result<bool, CudaError> {
+    // Asking an idle stream is one of the calls that another thread's capture would not survive.
+    let _relaxed = Relaxed::begin()?;
+    let entered = context.enter()?;
+    // SAFETY: all_reduce_on's caller promises a live stream of this context, or null, that is not captured; the
+    // event is of this context.
+    unsafe {
+        let idle = is_idle(&entered, stream.raw())?;
+        if !idle {
+            slot.ready.record_in(&entered, stream.raw())?;
+        }
+        Ok(idle)
+    }
+}
+
+/// A buffer that has no id yet.
 struct Pending {
     table: Arc<Mutex<Table>>,
     errands: mpsc::UnboundedSender<Errand>,
@@ -845,6 +863,7 @@ struct Pending {
 }
 
 impl Pending {
+    /// The buffer, which the table now knows.
     fn enter(self, id: u64, registered: bool) -> DeviceBuffer {
         let Self {
             table,

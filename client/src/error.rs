@@ -111,7 +111,7 @@ pub enum JoinError {
     NoGpu(&'static str),
     /// The GPU cannot be used.
     #[cfg(feature = "cuda")]
-    #[error("backend cuda: {0}")]
+    #[error("backend cuda is not available: {0}")]
     Cuda(#[from] DeviceError),
 }
 

@@ -169,6 +169,8 @@ pub struct CudaConfig {
     pub inband_part_bytes: u64,
     /// Bytes of a staging part; a multiple of 32.
     pub staging_part_bytes: u64,
+    /// Compile the kernels at run time even where the build has them.
+    pub use_nvrtc: bool,
     /// Directory of libnvrtc, for a build without kernels; empty looks in CUDA_HOME, /usr/local/cuda and the
     /// loader's path.
     pub nvrtc_dir: PathBuf,
@@ -187,6 +189,7 @@ impl Default for CudaConfig {
             push_slot_bytes: 256 << 10,
             inband_part_bytes: 1 << 20,
             staging_part_bytes: 4 << 20,
+            use_nvrtc: false,
             nvrtc_dir: PathBuf::new(),
             kernel_cache_dir: PathBuf::new(),
             setup_timeout_ms: 120_000,

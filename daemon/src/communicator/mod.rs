@@ -934,7 +934,9 @@ impl<T> Communicator<T> {
         if !apart {
             return Err(CallError::Overlap { rank });
         }
-        if let Some(Ticket { stream_id, slot }) = call.ticket
+        if let Some(Ticket {
+            stream_id, slot, ..
+        }) = call.ticket
             && !call.is_ticket_known
         {
             return Err(CallError::UnknownStream {

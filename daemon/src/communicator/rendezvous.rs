@@ -71,6 +71,8 @@ pub(crate) struct Arrival<T> {
 pub(crate) struct Ticket {
     pub(crate) stream_id: u64,
     pub(crate) slot: u32,
+    /// Whether the slot's ready event was recorded; else everything before it on the stream is done.
+    pub(crate) wait_ready: bool,
 }
 
 /// Where a rendezvous is.

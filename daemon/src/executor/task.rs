@@ -450,6 +450,8 @@ pub(crate) struct Task {
     /// By session: whether the rank's process is a client of MPS.
     has_mps: HashMap<u64, bool>,
     warnings: Vec<String>,
+    /// When GPUs with work on them are to be looked at next.
+    next_poll: Option<Instant>,
     lost: Option<String>,
     reductions: u64,
     commands: mpsc::Receiver<Command>,
@@ -503,6 +505,7 @@ impl Task {
             detaching: HashMap::new(),
             has_mps: HashMap::new(),
             warnings: Vec::new(),
+            next_poll: None,
             lost: None,
             reductions: 0,
             commands,
@@ -527,14 +530,20 @@ impl Task {
             }
             let idle_deadline =
                 idle.then(|| self.idle_since + ms(self.spec.communicator.idle_timeout_ms));
-            let poll = match &self.backend {
-                Backend::Cuda(cuda) if cuda.is_active() => Some(Instant::now() + GPU_POLL),
+            self.next_poll = match &self.backend {
+                Backend::Cuda(cuda) if cuda.is_active() => {
+                    self.next_poll.or_else(|| Some(Instant::now() + GPU_POLL))
+                }
                 Backend::Cuda(_) | Backend::Host(_) => None,
             };
-            let deadline = [self.communicator.next_deadline(), idle_deadline, poll]
-                .into_iter()
-                .flatten()
-                .min();
+            let deadline = [
+                self.communicator.next_deadline(),
+                idle_deadline,
+                self.next_poll,
+            ]
+            .into_iter()
+            .flatten()
+            .min();
             let command = match deadline {
                 None => self.commands.recv().await,
                 Some(at) => match tokio::time::timeout_at(at.into(), self.commands.recv()).await {
@@ -565,6 +574,11 @@ impl Task {
             };
             self.handle(command);
             self.carry_out();
+            // Calls that come in all the time leave the timer no chance.
+            if self.next_poll.is_some_and(|at| at <= Instant::now()) {
+                self.look_at_gpus();
+                self.carry_out();
+            }
         }
     }
 
@@ -581,6 +595,9 @@ impl Task {
                 let rank = joining.rank;
                 let window = window.map_err(|source| JoinError::Gpu { rank, source });
                 let joined = window.and_then(|window| {
+                    if self.draining {
+                        return Err(JoinError::Draining);
+                    }
                     self.communicator.may_join(rank)?;
                     self.has_mps.insert(joining.session, has_mps);
                     self.admit(*joining, Made::Cuda(window))
@@ -1051,6 +1068,7 @@ impl Task {
 
     /// Carries out what waited for the GPUs, and notices what went wrong on them.
     fn look_at_gpus(&mut self) {
+        self.next_poll = None;
         let Backend::Cuda(cuda) = &mut self.backend else {
             return;
         };

@@ -91,6 +91,7 @@ impl Collectives for CollectivesService {
                 .map(|event| Ticket {
                     stream_id: event.stream_id,
                     slot: event.slot,
+                    wait_ready: !event.idle,
                 }),
             // The task looks.
             is_ticket_known: false,

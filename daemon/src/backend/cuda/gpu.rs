@@ -7,7 +7,7 @@
 use crate::backend::cuda::image;
 use crate::communicator::GpuError;
 use crate::config::CudaConfig;
-use allreduce_contract::cuda::{Context, CudaError, Device, Event, Stream, check};
+use allreduce_contract::cuda::{Context, CudaError, Device, Entered, Event, Stream, check};
 use allreduce_contract::kernel::{
     self, Call, Instance, Launch, SERVICE_THREADS, algorithm_name, dtype_name,
 };
@@ -144,7 +144,7 @@ unsafe impl Sync for Kernels {}
 impl Kernels {
     fn load(gpu: &Gpu, config: &CudaConfig, instance: Instance) -> Result<Self, GpuError> {
         let mut reasons = Vec::new();
-        if let Some(fatbin) = kernel::fatbin() {
+        if let Some(fatbin) = kernel::fatbin().filter(|_| !config.use_nvrtc) {
             match Module::load(&gpu.context, fatbin) {
                 Ok(module) => return Self::of(gpu, module, instance),
                 Err(error) => reasons.push(format!("the build's image: {error}")),
@@ -199,7 +199,7 @@ impl Kernels {
     /// Enqueues one launch of `calls` (the ranks on this GPU).
     ///
     /// # Safety
-    /// Every call's control block, windows and tensors are live until the stream has done it, as the kernels'
+    /// `entered` is of the GPU's context. Every call's control block, windows and tensors are live until the stream has done it, as the kernels'
     /// headers say.
     ///
     /// # Errors
@@ -207,6 +207,7 @@ impl Kernels {
     pub(crate) unsafe fn launch(
         &self,
         gpu: &Gpu,
+        _entered: &Entered<'_>,
         (algorithm, dtype): (Algorithm, Dtype),
         calls: &[Call],
         (blocks, data_threads): (u32, u32),
@@ -239,7 +240,6 @@ impl Kernels {
             *place = *call;
         }
         let mut parameters = [(&raw mut launch).cast()];
-        let _entered = gpu.context.enter().map_err(failed("context"))?;
         // SAFETY: the function takes one Launch by value, which is copied during the call; grid and block are
         // within its limits (checked above); the rest is the caller's.
         check("cuLaunchKernel", unsafe {

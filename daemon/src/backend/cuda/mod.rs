@@ -25,7 +25,7 @@ use crate::communicator::{
 use crate::config::CudaConfig;
 use crate::plan::Shape;
 use allreduce_contract::cuda::{
-    CudaError, DevicePtr, Driver, Event, IPC_HANDLE_LEN, ImportedMemory,
+    CudaError, DevicePtr, Driver, Entered, Event, IPC_HANDLE_LEN, ImportedMemory,
 };
 use allreduce_contract::kernel::{CALL_DIRECT, Call, CallParts, Instance, Regions, op_code};
 use allreduce_contract::window::{Abort, AbortReason};
@@ -579,11 +579,21 @@ impl CudaBackend {
             }
         }
         let done = self.newest_done();
+        // By session, the newest: saying each would wake the rank each time.
+        let mut sequences: HashMap<u64, u64> = HashMap::new();
         while let Some((launch, _)) = self.deferred.front()
             && *launch <= done
             && let Some((_, what)) = self.deferred.pop_front()
         {
-            self.carry_out(what);
+            match what {
+                Deferred::Done { session, sequence } => {
+                    sequences.insert(session, sequence);
+                }
+                Deferred::Ended(_) | Deferred::Free(..) => self.carry_out(what),
+            }
+        }
+        for (session, sequence) in sequences {
+            self.carry_out(Deferred::Done { session, sequence });
         }
         if let Some(device) = stuck {
             return Err(self.name_who_holds_up(&device));
@@ -616,6 +626,7 @@ impl CudaBackend {
         let late: Vec<Rank> = self
             .newest
             .iter()
+            .filter(|(_, _, ticket)| ticket.wait_ready)
             .filter(|(_, session, ticket)| {
                 let ready = self
                     .rings
@@ -679,7 +690,7 @@ impl CudaBackend {
             damage(&parts, launch.signature, fault)
                 .map_err(|error| lost(failed("fault")(error)))?;
         }
-        self.poll()
+        Ok(())
     }
 
     fn part(&self, rank: &RankLaunch) -> Result<Part, GpuError> {
@@ -729,30 +740,36 @@ impl CudaBackend {
         if here.is_empty() {
             return Ok(());
         }
-        // Entered once for all the calls below, which then find it current.
-        let _entered = lane.gpu.context.enter().map_err(failed("context"))?;
+        let entered = lane.gpu.context.enter().map_err(failed("context"))?;
         let stream = lane.gpu.stream.raw().cast();
         for part in &here {
-            if let Some(ready) = self.event(part, |ring| &ring.ready) {
+            let waits = part.ticket.is_some_and(|ticket| ticket.wait_ready);
+            if let Some(ready) = self.event(part, |ring| &ring.ready).filter(|_| waits) {
                 // SYNC: ready event. The rank recorded it behind what writes its source; from here on the
                 // stream sees that.
-                // SAFETY: the stream is live and of the event's context.
-                unsafe { ready.wait_on(stream) }.map_err(failed("ready event"))?;
+                // SAFETY: the stream is live and of the event's context, which is entered.
+                unsafe { ready.wait_in(&entered, stream) }.map_err(failed("ready event"))?;
             }
         }
-        self.launch_kernels(lane, launch, &here)?;
+        self.launch_kernels(lane, &entered, launch, &here)?;
         for part in &here {
             if let Some(done) = self.event(part, |ring| &ring.done) {
                 // SYNC: done event. Who waits for it sees the result.
                 // SAFETY: as above.
-                unsafe { done.record_on(stream) }.map_err(failed("done event"))?;
+                unsafe { done.record_in(&entered, stream) }.map_err(failed("done event"))?;
             }
         }
         Ok(())
     }
 
     #[allow(unsafe_code)] // room: CUDA bindings
-    fn launch_kernels(&self, lane: &Lane, launch: &Launch, here: &[&Part]) -> Result<(), GpuError> {
+    fn launch_kernels(
+        &self,
+        lane: &Lane,
+        entered: &Entered<'_>,
+        launch: &Launch,
+        here: &[&Part],
+    ) -> Result<(), GpuError> {
         let Signature {
             num_elems,
             dtype,
@@ -799,6 +816,7 @@ impl CudaBackend {
             unsafe {
                 lane.kernels.launch(
                     &lane.gpu,
+                    entered,
                     (launch.plan.algorithm, dtype),
                     &calls,
                     (blocks, data_threads),

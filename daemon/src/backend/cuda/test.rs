@@ -220,10 +220,11 @@ fn run(
         let kernels = gpu
             .kernels(config, Instance::of(world_size))
             .map_err(|error| fail(&error))?;
+        let entered = gpu.context.enter().map_err(|error| fail(&error))?;
         // SAFETY: windows and control blocks were prepared, the tensors are this test's, and all of it lives
         // until wait_idle below has seen the end; if it does not come, the error path leaks no launch into
         // freed memory, since freeing GPU memory waits for the GPU.
-        unsafe { kernels.launch(gpu, (algorithm, dtype), &calls, SHAPE) }
+        unsafe { kernels.launch(gpu, &entered, (algorithm, dtype), &calls, SHAPE) }
             .map_err(|error| fail(&error))?;
     }
     wait_idle(windows).map_err(|error| fail(&error))?;

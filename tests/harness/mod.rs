@@ -58,14 +58,19 @@ pub struct Watchdog {
 
 /// Watches the calling test.
 pub fn watchdog() -> Watchdog {
+    watchdog_of(HUNG)
+}
+
+/// Watches the calling test, which may take longer than others.
+pub fn watchdog_of(limit: Duration) -> Watchdog {
     let test = std::thread::current().name().unwrap_or("?").to_owned();
     let (sender, test_over) = mpsc::channel::<()>();
     std::thread::spawn(move || {
-        if test_over.recv_timeout(HUNG) != Err(mpsc::RecvTimeoutError::Timeout) {
+        if test_over.recv_timeout(limit) != Err(mpsc::RecvTimeoutError::Timeout) {
             return;
         }
         // Not eprintln!, whose output is kept for a test that ends.
-        let message = format!("\ntest {test} hung for {} s: aborting\n", HUNG.as_secs());
+        let message = format!("\ntest {test} hung for {} s: aborting\n", limit.as_secs());
         let _ = std::io::stderr().write_all(message.as_bytes());
         for pid in CHILDREN
             .lock()
@@ -127,6 +132,14 @@ pub fn children_of(parent: u32) -> Vec<u32> {
         }
     }
     children
+}
+
+/// Resident memory of a process, bytes.
+pub fn rss_bytes(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmRSS:"));
+    let kib = line.and_then(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok());
+    kib.expect("a process that runs") << 10
 }
 
 /// How many descriptors a process has open.

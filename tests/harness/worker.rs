@@ -10,9 +10,10 @@ use allreduce_client::blocking::{Client, Communicator};
 use allreduce_client::{AllReduceError, JoinError, Op};
 use nix::sys::signal::Signal;
 use std::io::{BufRead, BufReader, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc;
+use std::time::Duration;
 
 /// Holds "SOCKET COMMUNICATOR RANK WORLD_SIZE" in a worker's environment.
 const SPEC: &str = "ART_WORKER";
@@ -81,8 +82,13 @@ impl Worker {
 
     /// What it answers.
     pub fn answer(&mut self) -> String {
+        self.answer_within(SOON)
+    }
+
+    /// What it answers to something that may take longer.
+    pub fn answer_within(&mut self, limit: Duration) -> String {
         self.lines
-            .recv_timeout(SOON)
+            .recv_timeout(limit)
             .unwrap_or_else(|_| panic!("worker {} does not answer", self.child.id()))
     }
 
@@ -111,21 +117,22 @@ impl Drop for Worker {
     }
 }
 
-/// Runs as a worker, and exits, if this process was started as one.
-pub fn run_if_asked() {
-    let Ok(spec) = std::env::var(SPEC) else {
-        return;
-    };
+/// What a worker process was started as.
+pub struct Asked {
+    pub socket: PathBuf,
+    pub communicator: String,
+    pub rank: u32,
+    pub world_size: u32,
+    /// What it is told, line by line.
+    pub told: mpsc::Receiver<String>,
+}
+
+/// What this process was started as, if as a worker. It then ends with its standard input.
+pub fn asked() -> Option<Asked> {
+    let spec = std::env::var(SPEC).ok()?;
     let fields: Vec<&str> = spec.split(' ').collect();
     let [socket, communicator, rank, world_size] = fields.as_slice() else {
         panic!("{spec:?}");
-    };
-    let mut rank = Rank {
-        socket: Path::new(socket),
-        name: communicator,
-        rank: rank.parse().unwrap(),
-        world_size: world_size.parse().unwrap(),
-        joined: None,
     };
     // A thread of its own notices the end of the test while this one waits in a reduction.
     let (sender, told) = mpsc::channel();
@@ -135,17 +142,40 @@ pub fn run_if_asked() {
         }
         std::process::exit(0);
     });
-    for line in told {
+    Some(Asked {
+        socket: PathBuf::from(socket),
+        communicator: (*communicator).to_owned(),
+        rank: rank.parse().unwrap(),
+        world_size: world_size.parse().unwrap(),
+        told,
+    })
+}
+
+/// Runs as a worker, and exits, if this process was started as one.
+pub fn run_if_asked() {
+    let Some(asked) = asked() else {
+        return;
+    };
+    let mut rank = Rank {
+        socket: &asked.socket,
+        name: &asked.communicator,
+        rank: asked.rank,
+        world_size: asked.world_size,
+        joined: None,
+    };
+    for line in asked.told {
         rank.obey(&line);
     }
 }
 
-fn say(line: &str) {
+/// Answers the test.
+pub fn say(line: &str) {
     // On a line of its own: the test framework leaves one unfinished.
     println!("\n@{line}");
 }
 
-fn describe(error: &AllReduceError) -> String {
+/// An error on one line, which begins with its kind.
+pub fn describe(error: &AllReduceError) -> String {
     let over = if error.is_epoch_over() { "over" } else { "on" };
     match error {
         AllReduceError::Timeout {
@@ -155,6 +185,7 @@ fn describe(error: &AllReduceError) -> String {
         AllReduceError::EpochEnded(end) => {
             format!("ended {over} rank={:?} epoch={} {end}", end.rank, end.epoch)
         }
+        AllReduceError::Device(abort) => format!("device {over} rank={} {abort}", abort.rank),
         AllReduceError::ExecutorLost(reason) => format!("lost {over} {reason}"),
         other => format!("other {over} {other:?}"),
     }

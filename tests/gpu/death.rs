@@ -1,0 +1,232 @@
+//! Ranks that die, leave, do not call, or whose streams do not get there: the others get a typed error that names
+//! the rank, and the communicator forms again.
+
+use crate::harness::raw::info;
+use crate::harness::worker::Worker;
+use crate::harness::{SOON, daemon, eventually};
+use crate::rank::{
+    JOIN_TIMEOUT, Rank, blames, gpu_of, gpus, join_all, on_each, options, reduce_well,
+};
+use allreduce_client::cuda::Device;
+use allreduce_client::{AllReduceError, AllReduceOptions, Dtype, Op};
+use std::path::Path;
+use std::time::Duration;
+
+const KIND: (Dtype, Op) = (Dtype::F32, Op::Sum);
+
+/// Ranks 0 and 1 as threads, rank 2 as a process.
+struct Three {
+    threads: Vec<Rank>,
+    process: Worker,
+}
+
+impl Three {
+    fn join(socket: &Path, name: &str, devices: &[Device], mut process: Worker) -> Self {
+        process.tell("join");
+        let threads = crate::harness::ranks(2, |rank| {
+            let device = gpu_of(devices, rank);
+            Rank::join(socket, options(name, rank, 3, device), device)
+        });
+        let answer = process.answer_within(JOIN_TIMEOUT);
+        assert!(answer.starts_with("joined "), "{answer}");
+        Self { threads, process }
+    }
+
+    fn reduce_well(&mut self) {
+        self.process.tell("reduce");
+        on_each(&self.threads, |rank| rank.reduce_one().unwrap());
+        assert_eq!(self.process.answer(), "reduced");
+    }
+
+    /// Waits until the GPU is idle, as the executor sees it too.
+    fn settle(&self) {
+        for rank in &self.threads {
+            rank.communicator.wait_settled(SOON).unwrap();
+        }
+    }
+
+    /// The survivors' next calls answer that rank 2 ended the epoch.
+    fn told(&self, words: &str) {
+        on_each(&self.threads, |rank| match rank.reduce_one() {
+            Err(AllReduceError::EpochEnded(end)) => {
+                assert_eq!(end.rank, Some(2), "{end}");
+                assert!(end.message.contains(words), "{end}");
+            }
+            other => panic!("{other:?}"),
+        });
+    }
+}
+
+/// An idle rank is killed, then one leaves in order.
+#[test]
+fn survivors_of_a_rank_that_goes_are_told_and_form_again() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let name = "goes";
+    let start = || Worker::start(daemon.socket(), name, 2, 3);
+    let mut three = Three::join(daemon.socket(), name, &devices, start());
+    for round in 1..=2 {
+        three.reduce_well();
+        three.settle();
+        three.process.kill_hard();
+        three.told("rank 2 is gone");
+        drop(three);
+        three = Three::join(daemon.socket(), name, &devices, start());
+        assert_eq!(three.threads[0].communicator.epoch(), round + 1);
+        three.reduce_well();
+    }
+    three.settle();
+    assert_eq!(three.process.ask("leave"), "left");
+    three.told("rank 2 left");
+    // The same process joins again.
+    let Three { threads, process } = three;
+    drop(threads);
+    let mut three = Three::join(daemon.socket(), name, &devices, process);
+    three.reduce_well();
+    assert_eq!(info(daemon.socket(), name).unwrap().incarnation, 1);
+}
+
+/// What a rank had enqueued before it was told is right: its data was complete. Broken by an orderly end that
+/// aborts reductions on the GPU.
+#[test]
+fn what_was_enqueued_before_a_rank_left_is_right() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    for round in 0..5 {
+        let name = "leaves";
+        let mut joined = join_all(daemon.socket(), name, 2, &devices);
+        let (tensors, sum) = crate::harness::bits::expected(KIND.0, KIND.1, 251, round, 2);
+        on_each(&joined, |rank| {
+            let at = rank.scratch.ptr();
+            let own = &tensors[rank.communicator.rank() as usize];
+            rank.upload(rank.stream(), at, own);
+            let options = AllReduceOptions::default();
+            rank.call(rank.stream(), [at, at], 251, KIND, options)
+                .unwrap();
+        });
+        let leaver = joined.pop().unwrap();
+        leaver.stream().synchronize().unwrap();
+        leaver.communicator.leave();
+        let rank = &joined[0];
+        let result = rank.download(rank.stream(), rank.scratch.ptr(), sum.len());
+        assert!(result == sum, "round {round}: a wrong sum");
+        match rank.reduce_one() {
+            Err(AllReduceError::EpochEnded(end)) => assert_eq!(end.rank, Some(1), "{end}"),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_call_is_named() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "600000")]);
+    for epoch in 1..=2 {
+        let joined = join_all(daemon.socket(), "silent", 3, &devices);
+        assert_eq!(joined[0].communicator.epoch(), epoch);
+        reduce_well(&joined);
+        crate::harness::ranks(2, |number| {
+            let rank = &joined[number as usize];
+            let at = rank.scratch.ptr();
+            let options = AllReduceOptions::default().timeout(Duration::from_millis(500));
+            match rank.call(rank.stream(), [at, at], 8, KIND, options) {
+                Err(AllReduceError::Timeout {
+                    missing_ranks,
+                    message,
+                }) => {
+                    assert_eq!(missing_ranks, [2]);
+                    assert!(message.contains("rank 2 did not call"), "{message}");
+                }
+                // The other's deadline was a little earlier, and this call came after it.
+                Err(AllReduceError::EpochEnded(end)) if number == 1 => {
+                    assert_eq!(end.rank, Some(2), "{end}");
+                }
+                other => panic!("{other:?}"),
+            }
+        });
+        match joined[2].reduce_one() {
+            Err(error @ AllReduceError::EpochEnded(_)) => assert!(blames(&error, 2), "{error}"),
+            other => panic!("{other:?}"),
+        }
+    }
+    let joined = join_all(daemon.socket(), "silent", 3, &devices);
+    reduce_well(&joined);
+}
+
+fn ask_both(workers: &mut [Worker], what: &str) -> Vec<String> {
+    for worker in &mut *workers {
+        worker.tell(what);
+    }
+    let answers = workers.iter_mut();
+    answers
+        .map(|worker| worker.answer_within(JOIN_TIMEOUT))
+        .collect()
+}
+
+/// A stream that never gets to its reduction holds up the executor's GPU stream, which only the executor's end
+/// cures: the ranks are told who it was, others go on, and the communicator forms on a new executor. The ranks
+/// are processes, so that nothing of theirs is in the way of the other communicator's.
+#[test]
+fn a_stream_that_does_not_get_there_is_named_and_cured() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "1000")]);
+    let others = join_all(daemon.socket(), "others", 2, &devices);
+    reduce_well(&others);
+    let mut workers: Vec<Worker> = (0..2)
+        .map(|rank| Worker::start(daemon.socket(), "stuck", rank, 2))
+        .collect();
+    for answer in ask_both(&mut workers, "join") {
+        assert!(answer.starts_with("joined "), "{answer}");
+    }
+    assert_eq!(ask_both(&mut workers, "reduce"), ["reduced", "reduced"]);
+
+    assert_eq!(workers[1].ask("close"), "closed");
+    // Enqueued, not done: both calls are answered well.
+    assert_eq!(ask_both(&mut workers, "call 1000"), ["called", "called"]);
+    assert_eq!(workers[1].ask("idle"), "busy");
+    let told = eventually("rank 0 is told", || {
+        reduce_well(&others);
+        let answer = workers[0].ask("check");
+        (answer != "well").then_some(answer)
+    });
+    println!("rank 0 is told: {told}");
+    assert!(told.contains(" over "), "{told}");
+    assert!(
+        told.contains("rank=Some(1)") || told.starts_with("device over rank=1 "),
+        "it does not name rank 1: {told}"
+    );
+    let again = workers[0].ask("reduce");
+    println!("its next call:  {again}");
+    assert!(again.contains(" over "), "{again}");
+    eventually("the supervisor sees its executor's end", || {
+        reduce_well(&others);
+        let info = info(daemon.socket(), "stuck")?;
+        (info.incarnation == 2).then_some(())
+    });
+    println!("rank 0's stream is {} then", workers[0].ask("idle"));
+
+    assert_eq!(workers[1].ask("open"), "opened");
+    let told = workers[1].ask("check");
+    println!("rank 1 is told: {told}");
+    assert!(told.contains(" over "), "{told}");
+    for (rank, worker) in workers.iter_mut().enumerate() {
+        // Said, not asserted: it is the driver's to let go of a wait on the event of a process that ended.
+        println!("rank {rank}'s stream is {} at last", worker.ask("idle"));
+    }
+    reduce_well(&others);
+    for answer in ask_both(&mut workers, "join") {
+        assert!(answer.starts_with("joined "), "{answer}");
+    }
+    assert_eq!(ask_both(&mut workers, "reduce"), ["reduced", "reduced"]);
+    assert_eq!(info(daemon.socket(), "stuck").unwrap().incarnation, 2);
+    assert!(others.iter().all(|rank| rank.communicator.epoch() == 1));
+    reduce_well(&others);
+}

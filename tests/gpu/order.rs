@@ -1,0 +1,148 @@
+//! The order of streams: what a call waits for, and what it leaves alone.
+
+use crate::cuda::{Gate, begin_capture, end_capture};
+use crate::harness::bits::expected;
+use crate::harness::daemon;
+use crate::rank::{gpus, join_all, on_each, reduce_well};
+use allreduce_client::{AllReduceError, AllReduceOptions, Dtype, Op};
+
+const KIND: (Dtype, Op) = (Dtype::F32, Op::Sum);
+
+/// The call returns once it is enqueued; the reduction reads what is on the stream before it, however late that
+/// comes. Broken by a ready event that is not waited for.
+#[test]
+fn a_reduction_waits_for_its_streams() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let joined = join_all(daemon.socket(), "late", 2, &devices);
+    for round in 0..5 {
+        let (tensors, sum) = expected(KIND.0, KIND.1, 251, round, 2);
+        on_each(&joined, |rank| {
+            let number = rank.communicator.rank();
+            let (at, stream) = (rank.scratch.ptr(), rank.stream());
+            let own = at + 8192;
+            rank.upload(stream, own, &tensors[number as usize]);
+            // What would be read too early.
+            rank.fill(stream, at, 0, sum.len());
+            stream.synchronize().unwrap();
+            let gate = (number == 1).then(|| Gate::close(stream));
+            rank.copy(stream, at, own, sum.len());
+            let options = AllReduceOptions::default();
+            rank.call(stream, [at, at], 251, KIND, options).unwrap();
+            if let Some(gate) = gate {
+                // The call has answered, so it did not wait for the GPU.
+                assert!(!stream.is_idle().unwrap(), "the gate holds the stream up");
+                gate.open();
+            }
+            let result = rank.download(stream, at, sum.len());
+            rank.communicator.check().unwrap();
+            assert!(result == sum, "round {round} rank {number}: a wrong sum");
+        });
+    }
+}
+
+/// Two communicators share the GPU, each with its own executor; neither gets the other's data.
+#[test]
+fn two_communicators_work_at_the_same_time() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let worlds = [2, 3].map(|world_size| {
+        join_all(
+            daemon.socket(),
+            &format!("both-{world_size}"),
+            world_size,
+            &devices,
+        )
+    });
+    std::thread::scope(|scope| {
+        for joined in &worlds {
+            scope.spawn(move || {
+                on_each(joined, |rank| {
+                    let world_size = u64::from(rank.communicator.world_size());
+                    for round in 0..300 {
+                        let seed = 1000 * world_size + round;
+                        rank.reduce_one_at(rank.scratch.ptr(), seed).unwrap();
+                    }
+                });
+            });
+        }
+    });
+    for joined in &worlds {
+        assert!(joined.iter().all(|rank| rank.communicator.epoch() == 1));
+    }
+}
+
+/// A captured stream is refused before anything is sent or enqueued: the capture can go on, no sequence number
+/// is used up. Once before the communicator knows the stream, once after.
+#[test]
+fn a_captured_stream_is_refused_and_the_capture_ends_well() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let joined = join_all(daemon.socket(), "capture", 2, &devices);
+    for _ in 0..2 {
+        let rank = &joined[0];
+        let at = rank.scratch.ptr();
+        begin_capture(rank.stream());
+        let options = AllReduceOptions::default();
+        match rank.call(rank.stream(), [at, at], 8, KIND, options) {
+            Err(error @ AllReduceError::Capturing) => {
+                assert!(!error.is_epoch_over());
+                assert!(error.to_string().contains("captured"), "{error}");
+            }
+            other => panic!("{other:?}"),
+        }
+        end_capture(rank.stream());
+        reduce_well(&joined);
+    }
+}
+
+/// A stream that is forgotten can be used again.
+#[test]
+fn a_stream_that_was_closed_is_opened_again() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let joined = join_all(daemon.socket(), "closed", 2, &devices);
+    for _ in 0..3 {
+        reduce_well(&joined);
+        on_each(&joined, |rank| rank.close_stream().unwrap());
+    }
+    reduce_well(&joined);
+}
+
+/// More calls than a stream may have in flight, without a look at the GPU in between, beside another stream.
+#[test]
+fn many_calls_without_a_wait_are_right() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let joined = join_all(daemon.socket(), "many", 2, &devices);
+    let (tensors, sum) = expected(Dtype::F32, Op::Max, 64, 3, 2);
+    let kind = (Dtype::F32, Op::Max);
+    on_each(&joined, |rank| {
+        let own = &tensors[rank.communicator.rank() as usize];
+        // One tensor for each stream. The maximum of maxima is the maximum.
+        let at = [rank.scratch.ptr(), rank.scratch.ptr() + 4096];
+        for (stream, at) in rank.streams.iter().zip(at) {
+            rank.upload(stream, at, own);
+        }
+        for _ in 0..200 {
+            for (stream, at) in rank.streams.iter().zip(at) {
+                let options = AllReduceOptions::default();
+                rank.call(stream, [at, at], 64, kind, options).unwrap();
+            }
+        }
+        for (stream, at) in rank.streams.iter().zip(at) {
+            assert!(rank.download(stream, at, sum.len()) == sum);
+        }
+        rank.communicator.check().unwrap();
+    });
+}

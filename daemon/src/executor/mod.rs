@@ -110,8 +110,6 @@ pub(crate) enum ExecutorError {
     Io(#[from] io::Error),
     #[error("serving: {0}")]
     Serve(#[from] tonic::transport::Error),
-    #[error("{0}")]
-    Gpu(String),
 }
 
 /// How long ranks have to be told before a process whose GPU is lost ends.
@@ -192,7 +190,7 @@ async fn serve(spec: Arc<ExecutorSpec>) -> Result<(), ExecutorError> {
                         // The ranks' streams still have it to tell.
                         let serving = async { tokio::select! { _ = &mut server => {}, () = &mut companion => {} } };
                         let _ = tokio::time::timeout(LAST_WORDS, serving).await;
-                        return Err(ExecutorError::Gpu(reason));
+                        end_now();
                     }
                 }
                 return Ok(());
@@ -214,6 +212,14 @@ async fn serve(spec: Arc<ExecutorSpec>) -> Result<(), ExecutorError> {
             }
         }
     }
+}
+
+/// Ends the process without CUDA's own clean-up, which would wait for the very GPU that does not go on. The
+/// supervisor removes the sockets.
+#[allow(unsafe_code)] // room: CUDA bindings
+fn end_now() -> ! {
+    // SAFETY: _exit may be called at any time.
+    unsafe { nix::libc::_exit(70) }
 }
 
 /// Standard input ends when the supervisor does, however it does.

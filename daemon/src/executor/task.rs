@@ -522,6 +522,8 @@ impl Task {
     pub(crate) async fn run(mut self) -> TaskEnd {
         loop {
             if let Some(reason) = self.lost.take() {
+                // Freeing GPU memory would wait for the GPU that does not go on; the process ends anyway.
+                std::mem::forget(self);
                 return TaskEnd::Lost(reason);
             }
             let idle = self.communicator.num_sessions() == 0;
@@ -599,9 +601,11 @@ impl Task {
                         return Err(JoinError::Draining);
                     }
                     self.communicator.may_join(rank)?;
-                    self.has_mps.insert(joining.session, has_mps);
                     self.admit(*joining, Made::Cuda(window))
                 });
+                if let Ok(joined) = &joined {
+                    self.has_mps.insert(joined.session, has_mps);
+                }
                 self.answer_join(reply, joined);
             }
             Command::Mapped { session, error } => self.communicator.mapped(session, error),

@@ -5,6 +5,7 @@
 mod harness;
 
 use harness::{Ran, Scratch, command, run_within, watchdog};
+use std::path::Path;
 use std::time::Duration;
 
 fn demo(arguments: &[&str]) -> Ran {
@@ -207,6 +208,7 @@ fn the_table_says_backend_lane_and_verdict() {
 /// Broken by an argument that is ignored, or that fails without saying why.
 #[test]
 fn bad_arguments_are_refused_with_a_reason() {
+    let has_gpu = Path::new("/dev/nvidiactl").exists();
     let _watchdog = watchdog();
     let scratch = Scratch::new();
     let bad_workload = scratch.file("w.toml", "[[reductions]]\nop = \"sum\"\nbits = 5\n");
@@ -222,7 +224,14 @@ fn bad_arguments_are_refused_with_a_reason() {
         ),
         (&["--lane", "warp"], "auto"),
         (&["--lane", "resident"], "lane resident is not available"),
-        (&["--backend", "cuda"], "backend cuda is not available"),
+        (
+            &["--backend", "cuda", "--dtype", "f64"],
+            if has_gpu {
+                "use backend host"
+            } else {
+                "backend cuda: no"
+            },
+        ),
         (&["--steps", "0"], "--steps"),
         (&["--workload", "no-such"], "neither a shipped workload"),
         (

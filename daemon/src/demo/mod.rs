@@ -9,7 +9,7 @@ mod worker;
 use crate::backend::Fault;
 use crate::children::{ChildError, Children};
 use crate::cli::{Choice, parse_auto};
-use crate::device::has_kernel;
+use crate::device::{self, DeviceError, has_kernel};
 use crate::private::{PrivateDaemon, StartError};
 use crate::spread::{Spread, time};
 use crate::workload::{self, ReductionSpec, Workload, WorkloadError};
@@ -81,6 +81,8 @@ enum DemoError {
     Start(#[from] StartError),
     #[error(transparent)]
     Child(#[from] ChildError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     #[error("the daemon's stats: {0}")]
     Stats(String),
 }
@@ -159,6 +161,10 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, DemoError> {
         .all(|spec| has_kernel(spec.dtype, spec.op));
     let auto = (!all_have_kernels).then_some(Backend::Host);
     let backend = arguments.backend.0.or(auto);
+    if backend == Some(Backend::Cuda) {
+        // Said once, here, instead of by every worker.
+        device::of_rank(backend, 0)?;
+    }
     let daemon = PrivateDaemon::start_own(&flags)?;
     let specs: Vec<WorkerSpec> = world_size
         .ranks()

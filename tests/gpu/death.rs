@@ -1,14 +1,15 @@
 //! Ranks that die, leave, do not call, or whose streams do not get there: the others get a typed error that names
 //! the rank, and the communicator forms again.
 
-use crate::harness::raw::info;
+use crate::harness::raw::{executor_pid, info};
 use crate::harness::worker::Worker;
-use crate::harness::{SOON, daemon, eventually};
+use crate::harness::{SOON, daemon, eventually, send_signal};
 use crate::rank::{
     JOIN_TIMEOUT, Rank, blames, gpu_of, gpus, join_all, on_each, options, reduce_well,
 };
 use allreduce_client::cuda::Device;
 use allreduce_client::{AllReduceError, AllReduceOptions, Dtype, Op};
+use nix::sys::signal::Signal;
 use std::path::Path;
 use std::time::Duration;
 
@@ -131,8 +132,8 @@ fn a_rank_that_does_not_call_is_named() {
         let joined = join_all(daemon.socket(), "silent", 3, &devices);
         assert_eq!(joined[0].communicator.epoch(), epoch);
         reduce_well(&joined);
-        crate::harness::ranks(2, |number| {
-            let rank = &joined[number as usize];
+        let callers = &joined[..2];
+        let timed_out = on_each(callers, |rank| {
             let at = rank.scratch.ptr();
             let options = AllReduceOptions::default().timeout(Duration::from_millis(500));
             match rank.call(rank.stream(), [at, at], 8, KIND, options) {
@@ -142,14 +143,17 @@ fn a_rank_that_does_not_call_is_named() {
                 }) => {
                     assert_eq!(missing_ranks, [2]);
                     assert!(message.contains("rank 2 did not call"), "{message}");
+                    true
                 }
-                // The other's deadline was a little earlier, and this call came after it.
-                Err(AllReduceError::EpochEnded(end)) if number == 1 => {
+                // This thread was so late that the other's deadline had passed.
+                Err(AllReduceError::EpochEnded(end)) => {
                     assert_eq!(end.rank, Some(2), "{end}");
+                    false
                 }
                 other => panic!("{other:?}"),
             }
         });
+        assert!(timed_out.contains(&true));
         match joined[2].reduce_one() {
             Err(error @ AllReduceError::EpochEnded(_)) => assert!(blames(&error, 2), "{error}"),
             other => panic!("{other:?}"),
@@ -157,6 +161,40 @@ fn a_rank_that_does_not_call_is_named() {
     }
     let joined = join_all(daemon.socket(), "silent", 3, &devices);
     reduce_well(&joined);
+}
+
+/// An executor that dies idle takes its windows with it: the ranks are told, and form again on the next one.
+#[test]
+fn a_killed_executor_is_replaced() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let others = join_all(daemon.socket(), "others", 2, &devices);
+    let joined = join_all(daemon.socket(), "killed", 2, &devices);
+    reduce_well(&joined);
+    for rank in &joined {
+        rank.communicator.wait_settled(SOON).unwrap();
+    }
+    let pid = executor_pid(daemon.socket(), "killed");
+    send_signal(pid, Signal::SIGKILL);
+    on_each(&joined, |rank| {
+        // No copy: what the window holds is nobody's any more.
+        let at = rank.scratch.ptr();
+        let options = AllReduceOptions::default();
+        match rank.call(rank.stream(), [at, at], 8, KIND, options) {
+            Err(error @ AllReduceError::ExecutorLost(_)) => assert!(error.is_epoch_over()),
+            other => panic!("{other:?}"),
+        }
+    });
+    reduce_well(&others);
+    drop(joined);
+    let joined = join_all(daemon.socket(), "killed", 2, &devices);
+    reduce_well(&joined);
+    let now = info(daemon.socket(), "killed").unwrap();
+    assert_eq!(now.incarnation, 2);
+    assert_ne!(now.executor_pid, pid);
+    reduce_well(&others);
 }
 
 fn ask_both(workers: &mut [Worker], what: &str) -> Vec<String> {
@@ -177,7 +215,7 @@ fn a_stream_that_does_not_get_there_is_named_and_cured() {
     let Some((_watchdog, devices)) = gpus() else {
         return;
     };
-    let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "1000")]);
+    let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "2000")]);
     let others = join_all(daemon.socket(), "others", 2, &devices);
     reduce_well(&others);
     let mut workers: Vec<Worker> = (0..2)
@@ -190,7 +228,7 @@ fn a_stream_that_does_not_get_there_is_named_and_cured() {
 
     assert_eq!(workers[1].ask("close"), "closed");
     // Enqueued, not done: both calls are answered well.
-    assert_eq!(ask_both(&mut workers, "call 1000"), ["called", "called"]);
+    assert_eq!(ask_both(&mut workers, "call 2000"), ["called", "called"]);
     assert_eq!(workers[1].ask("idle"), "busy");
     let told = eventually("rank 0 is told", || {
         reduce_well(&others);
@@ -203,7 +241,7 @@ fn a_stream_that_does_not_get_there_is_named_and_cured() {
         told.contains("rank=Some(1)") || told.starts_with("device over rank=1 "),
         "it does not name rank 1: {told}"
     );
-    let again = workers[0].ask("reduce");
+    let again = workers[0].ask("call 2000");
     println!("its next call:  {again}");
     assert!(again.contains(" over "), "{again}");
     eventually("the supervisor sees its executor's end", || {

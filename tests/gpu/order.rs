@@ -102,6 +102,40 @@ fn a_captured_stream_is_refused_and_the_capture_ends_well() {
     }
 }
 
+/// In the mode that frameworks capture in, calls of other threads that a capture does not survive end it. What the
+/// client does is none of them: neither opening a stream, nor a call, nor waiting for a free slot.
+#[test]
+fn a_capture_in_another_thread_is_not_disturbed() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let joined = join_all(daemon.socket(), "beside", 2, &devices);
+    let kind = (Dtype::F32, Op::Max);
+    let (tensors, max) = expected(kind.0, kind.1, 64, 4, 2);
+    on_each(&joined, |rank| {
+        let own = &tensors[rank.communicator.rank() as usize];
+        rank.upload(rank.stream(), rank.scratch.ptr(), own);
+        rank.stream().synchronize().unwrap();
+    });
+    let captured = &joined[0].streams[1];
+    begin_capture(captured);
+    on_each(&joined, |rank| {
+        let at = rank.scratch.ptr();
+        for _ in 0..100 {
+            let options = AllReduceOptions::default();
+            rank.call(rank.stream(), [at, at], 64, kind, options)
+                .unwrap();
+        }
+    });
+    end_capture(captured);
+    on_each(&joined, |rank| {
+        assert!(rank.download(rank.stream(), rank.scratch.ptr(), max.len()) == max);
+        rank.communicator.check().unwrap();
+    });
+    reduce_well(&joined);
+}
+
 /// A stream that is forgotten can be used again.
 #[test]
 fn a_stream_that_was_closed_is_opened_again() {

@@ -21,7 +21,7 @@ use std::time::Duration;
 pub const JOIN_TIMEOUT: Duration = Duration::from_secs(100);
 
 /// How long a test on a GPU may take before it counts as hung.
-const HUNG: Duration = Duration::from_secs(400);
+const HUNG: Duration = Duration::from_secs(180);
 
 /// Bytes of a rank's scratch buffer.
 pub const SCRATCH_BYTES: usize = 64 << 10;

@@ -175,6 +175,7 @@ impl RawGpu {
                 ready_value: 0,
                 stream_id: self.stream_id,
                 slot: 0,
+                idle: false,
             }),
             algorithm: 0,
         }

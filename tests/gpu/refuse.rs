@@ -182,6 +182,7 @@ fn streams_and_events_that_do_not_exist_are_refused() {
             ready_value: 0,
             stream_id: 99,
             slot: 0,
+            idle: false,
         });
         let status = rank.all_reduce(unknown).await.unwrap_err();
         let detail = refused(

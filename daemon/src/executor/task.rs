@@ -413,7 +413,7 @@ struct HostBackend {
 /// Where windows live and who reduces.
 enum Backend {
     Host(HostBackend),
-    Cuda(CudaBackend),
+    Cuda(Box<CudaBackend>),
 }
 
 impl Backend {
@@ -496,7 +496,8 @@ impl Task {
                     max_threads,
                 }),
                 BackendKind::Cuda => {
-                    Backend::Cuda(CudaBackend::start(spec.cuda.clone(), spec.world_size())?)
+                    let backend = CudaBackend::start(spec.cuda.clone(), spec.world_size())?;
+                    Backend::Cuda(Box::new(backend))
                 }
             },
             health,

@@ -556,6 +556,7 @@ impl CudaBackend {
     }
 
     /// Looks at the GPUs, and carries out what waited for them. Waits for nothing.
+    #[allow(unsafe_code)] // room: CUDA bindings
     pub(crate) fn poll(&mut self) -> Result<(), GpuTrouble> {
         let lost = |error: CudaError| GpuTrouble::Lost {
             rank: None,
@@ -573,7 +574,6 @@ impl CudaBackend {
             }
             if lane.fence.is_none() && lane.done < lane.launched {
                 // SAFETY: the stream is the GPU's own, of the fence's context.
-                #[allow(unsafe_code)] // room: CUDA bindings
                 unsafe { lane.gpu.fence.record_on(lane.gpu.stream.raw().cast()) }.map_err(lost)?;
                 lane.fence = Some((lane.launched, Instant::now()));
             }

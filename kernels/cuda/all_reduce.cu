@@ -8,7 +8,7 @@
 #if AR_CUDA
 
 #define AR_ENTRY(ALGORITHM, NAME, TYPE, WORLD, W, EXACT)                                                              \
-    extern "C" __global__ void __launch_bounds__(allreduced::MAX_DATA_THREADS<W> + allreduced::SERVICE_THREADS, W <= 4 ? 2 : 1) \
+    extern "C" __global__ void __launch_bounds__(allreduced::MAX_DATA_THREADS<W> + allreduced::SERVICE_THREADS, W <= 8 ? 2 : 1) \
         allreduced_##ALGORITHM##_##NAME##_##WORLD(const __grid_constant__ allreduced::Launch launch) {                \
         __shared__ allreduced::Shared shared;                                                                         \
         allreduced::ALGORITHM<allreduced::TYPE, W, EXACT>(&shared, launch.calls[blockIdx.y]);                         \

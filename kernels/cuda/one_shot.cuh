@@ -143,15 +143,16 @@ AR_DEV void exchange(Block& b, const Tensor<T>& in, const Tensor<T>& out, Send s
     leave<T>(b);
 }
 
-// Enters, and runs the one or the other (`run`, told which by a type): two pieces of code with nothing in common,
-// so that neither is in the other's way. A source address that does not depend on the control block is read while
-// that is on its way. `which`: the region the algorithm uses.
-template <bool ONCE>
-struct Rounds {
-    static constexpr bool once = ONCE;
+// What an in-band one-shot begins with. ONCE or not: two pieces of code with nothing in common, so that neither is
+// in the other's way. A source address that does not depend on the control block is read while that is on its way.
+template <class T>
+struct Entered {
+    Region region;
+    Tensor<T> in, out;
+    Pack own;
 };
-template <class T, int W, bool EXACT, bool ONCE, class Run>
-AR_DEV void enter_and_run_as(Block& b, u32 algorithm, u64 which, Run run) {
+template <class T, int W, bool EXACT, bool ONCE>
+AR_DEV Entered<T> enter_inband(Block& b, u32 algorithm, u64 which) {
     const Call& call = *b.call;
     enter_load<false>(b);
     const Region region = ld_region(b, which);
@@ -162,52 +163,54 @@ AR_DEV void enter_and_run_as(Block& b, u32 algorithm, u64 which, Run run) {
     find_tensors(b);
     const Tensor<T> in(b.source, call.num_elems, call.src_whole_packs);
     if (AR_UNLIKELY(!early) && loads) own = in.load(b.first);
-    run(Rounds<ONCE>{}, region, in, Tensor<T>(b.dest, call.num_elems, call.dst_whole_packs), own);
-}
-template <class T, int W, bool EXACT, class Run>
-AR_DEV void enter_and_run(Block& b, u32 algorithm, u64 which, Run run) {
-    if (AR_LIKELY(b.call->num_packs <= b.stride))
-        enter_and_run_as<T, W, EXACT, true>(b, algorithm, which, run);
-    else
-        enter_and_run_as<T, W, EXACT, false>(b, algorithm, which, run);
+    return {region, in, Tensor<T>(b.dest, call.num_elems, call.dst_whole_packs), own};
 }
 
 // Writes its input into a slot of every peer's window; peers poll their own memory, word by word, for
 // words that are not EMPTY_WORD (in-band arrival: no flag, no fence), reduce, and empty the slots.
 // Memory order: data relaxed.sys, each word stands for itself. Slots alternate by sequence parity.
 // SYNC: push-data
+template <class T, int W, bool EXACT, bool ONCE>
+AR_DEV void one_shot_push_as(Block& b) {
+    const Entered<T> entered = enter_inband<T, W, EXACT, ONCE>(b, ONE_SHOT_PUSH, AR_OFFSETOF(Control, push_offset));
+    const Region push = entered.region;
+    const Tensor<T> in = entered.in, out = entered.out;
+    const Pack own = entered.own;
+    const u64 slot_bytes = push.bytes;
+    const u64 parity_base = push.offset + b.parity() * b.world_size * slot_bytes;
+    const u64 mine = b.signal + parity_base;
+    check_call<W, EXACT>(b, b.call->num_packs, slot_bytes);
+    const auto send = [&](u32 k, const Pack& p, bool self) {
+        const u64 at = parity_base + b.rank * slot_bytes + (u64)k * PACK_BYTES;
+        u32 to = b.rank;
+#pragma unroll 1
+        for (u32 j = self ? 0 : 1; j < b.world_size; j++) {
+            to = to + 1 == b.world_size ? 0 : to + 1;
+            st_relaxed_pack(b.window(to) + at, p);  // SYNC: push-data
+        }
+    };
+    const auto address = [&](int r, u32 k) { return mine + r * slot_bytes + (u64)k * PACK_BYTES; };  // SYNC: push-data
+    const auto clear = [&]([[maybe_unused]] u32 k, [[maybe_unused]] bool self) {
+#if !defined(AR_MUTATE_NO_CLEAR)
+        u64 at = mine + (u64)k * PACK_BYTES;
+#pragma unroll 1
+        for (u32 r = 0; r < b.world_size; r++, at += slot_bytes)
+            if (self || r != b.rank) st_relaxed_pack(at, empty_pack());
+#endif
+    };
+    if constexpr (ONCE)
+        exchange_once<T, W>(b, out, own, send, address, clear, [] {});
+    else
+        exchange<T, W, BATCH<W>>(b, in, out, send, address, clear, [] {});
+}
 template <class T, int W, bool EXACT>
 AR_DEV void one_shot_push(Shared* sh, const Call& call) {
     Block b;
     enter(b, sh, &call);
-    enter_and_run<T, W, EXACT>(b, ONE_SHOT_PUSH, AR_OFFSETOF(Control, push_offset), [&](auto rounds, const Region& push, const Tensor<T>& in, const Tensor<T>& out, const Pack& own) {
-        const u64 slot_bytes = push.bytes;
-        const u64 parity_base = push.offset + b.parity() * b.world_size * slot_bytes;
-        const u64 mine = b.signal + parity_base;
-        check_call<W, EXACT>(b, b.call->num_packs, slot_bytes);
-        const auto send = [&](u32 k, const Pack& p, bool self) {
-            const u64 at = parity_base + b.rank * slot_bytes + (u64)k * PACK_BYTES;
-            u32 to = b.rank;
-#pragma unroll 1
-            for (u32 j = self ? 0 : 1; j < b.world_size; j++) {
-                to = to + 1 == b.world_size ? 0 : to + 1;
-                st_relaxed_pack(b.window(to) + at, p);  // SYNC: push-data
-            }
-        };
-        const auto address = [&](int r, u32 k) { return mine + r * slot_bytes + (u64)k * PACK_BYTES; };  // SYNC: push-data
-        const auto clear = [&]([[maybe_unused]] u32 k, [[maybe_unused]] bool self) {
-#if !defined(AR_MUTATE_NO_CLEAR)
-            u64 at = mine + (u64)k * PACK_BYTES;
-#pragma unroll 1
-            for (u32 r = 0; r < b.world_size; r++, at += slot_bytes)
-                if (self || r != b.rank) st_relaxed_pack(at, empty_pack());
-#endif
-        };
-        if constexpr (decltype(rounds)::once)
-            exchange_once<T, W>(b, out, own, send, address, clear, [] {});
-        else
-            exchange<T, W, BATCH<W>>(b, in, out, send, address, clear, [] {});
-    });
+    if (AR_LIKELY(call.num_packs <= b.stride))
+        one_shot_push_as<T, W, EXACT, true>(b);
+    else
+        one_shot_push_as<T, W, EXACT, false>(b);
 }
 
 // Empties what the previous in-band pull left in this rank's slots. Called once the headers of this
@@ -229,24 +232,33 @@ AR_DEV void clear_previous_turn([[maybe_unused]] Block& b, [[maybe_unused]] cons
 // Memory order: data relaxed.sys. Slots rotate over four turns; the owner empties a slot one in-band
 // pull later.
 // SYNC: pull-data
+template <class T, int W, bool EXACT, bool ONCE>
+AR_DEV void one_shot_pull_inband_as(Block& b) {
+    const Entered<T> entered = enter_inband<T, W, EXACT, ONCE>(b, ONE_SHOT_PULL_INBAND, AR_OFFSETOF(Control, inband_offset));
+    const Region inband = entered.region;
+    const Tensor<T> in = entered.in, out = entered.out;
+    const Pack own = entered.own;
+    u64 windows[W];
+    if (!b.service) ld_windows(b, windows);
+    begin_turn(b, b.call->num_packs, 0);
+    const u64 slot = inband.offset + (b.turn & 3) * 2 * inband.bytes;
+    check_call<W, EXACT>(b, b.call->num_packs, inband.bytes);
+    const auto send = [&](u32 k, const Pack& p, bool) { st_relaxed_pack(b.signal + slot + (u64)k * PACK_BYTES, p); };  // SYNC: pull-data
+    const auto address = [&](int r, u32 k) { return windows[r] + slot + (u64)k * PACK_BYTES; };                 // SYNC: pull-data
+    const auto tidy = [&] { clear_previous_turn(b, inband); };
+    if constexpr (ONCE)
+        exchange_once<T, W>(b, out, own, send, address, [](u32, bool) {}, tidy);
+    else
+        exchange<T, W, BATCH<W>>(b, in, out, send, address, [](u32, bool) {}, tidy);
+}
 template <class T, int W, bool EXACT>
 AR_DEV void one_shot_pull_inband(Shared* sh, const Call& call) {
     Block b;
     enter(b, sh, &call);
-    enter_and_run<T, W, EXACT>(b, ONE_SHOT_PULL_INBAND, AR_OFFSETOF(Control, inband_offset), [&](auto rounds, const Region& inband, const Tensor<T>& in, const Tensor<T>& out, const Pack& own) {
-        u64 windows[W];
-        if (!b.service) ld_windows(b, windows);
-        begin_turn(b, b.call->num_packs, 0);
-        const u64 slot = inband.offset + (b.turn & 3) * 2 * inband.bytes;
-        check_call<W, EXACT>(b, b.call->num_packs, inband.bytes);
-        const auto send = [&](u32 k, const Pack& p, bool) { st_relaxed_pack(b.signal + slot + (u64)k * PACK_BYTES, p); };  // SYNC: pull-data
-        const auto address = [&](int r, u32 k) { return windows[r] + slot + (u64)k * PACK_BYTES; };                 // SYNC: pull-data
-        const auto tidy = [&] { clear_previous_turn(b, inband); };
-        if constexpr (decltype(rounds)::once)
-            exchange_once<T, W>(b, out, own, send, address, [](u32, bool) {}, tidy);
-        else
-            exchange<T, W, BATCH<W>>(b, in, out, send, address, [](u32, bool) {}, tidy);
-    });
+    if (AR_LIKELY(call.num_packs <= b.stride))
+        one_shot_pull_inband_as<T, W, EXACT, true>(b);
+    else
+        one_shot_pull_inband_as<T, W, EXACT, false>(b);
 }
 
 // Flag arrival. Staged: copies its input to its own staging area, releases one flag per block to every

@@ -137,7 +137,7 @@ struct BlockState {
 };
 static_assert(sizeof(BlockState) == 16, "ABI");
 
-// A rank's control block, in device memory of the process that launches. Captured graphs hold its
+// A rank's control block, in device memory of the process that launches, 16-byte aligned. Captured graphs hold its
 // address only; re-forming rewrites what it points to. The host writes it while no call is in flight.
 struct Control {
     u32 abi_version;
@@ -164,7 +164,7 @@ struct Control {
     u32 reserved1[30];
     BlockState blocks[MAX_BLOCKS];
 };
-constexpr u32 CONTROL_COPY_BYTES = 384;  // what every block copies: all before `abandoned`
+constexpr u32 CONTROL_COPY_BYTES = 384;  // what a call reads, most of it: all before `abandoned`
 static_assert(sizeof(Control) == 2560, "ABI");
 static_assert(AR_OFFSETOF(Control, timeout_ns) == 16, "ABI");
 static_assert(AR_OFFSETOF(Control, push_offset) == 32, "ABI");

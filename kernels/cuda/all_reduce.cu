@@ -8,34 +8,84 @@
 #if AR_CUDA
 
 #define AR_ENTRY(ALGORITHM, NAME, TYPE, WORLD, W, EXACT)                                                              \
-    extern "C" __global__ void __launch_bounds__(allreduced::MAX_DATA_THREADS<W> + allreduced::SERVICE_THREADS, W <= 4 ? 2 : 1) \
+    extern "C" __global__ void __launch_bounds__(allreduced::MAX_DATA_THREADS<W> + allreduced::SERVICE_THREADS, W <= 8 ? 2 : 1) \
         allreduced_##ALGORITHM##_##NAME##_##WORLD(const __grid_constant__ allreduced::Launch launch) {                \
         __shared__ allreduced::Shared shared;                                                                         \
         allreduced::ALGORITHM<allreduced::TYPE, W, EXACT>(&shared, launch.calls[blockIdx.y]);                         \
     }
-#define AR_WORLDS(ALGORITHM, NAME, TYPE)          \
-    AR_ENTRY(ALGORITHM, NAME, TYPE, n2, 2, true)  \
-    AR_ENTRY(ALGORITHM, NAME, TYPE, n4, 4, true)  \
-    AR_ENTRY(ALGORITHM, NAME, TYPE, n8, 8, true)  \
-    AR_ENTRY(ALGORITHM, NAME, TYPE, w4, 4, false) \
-    AR_ENTRY(ALGORITHM, NAME, TYPE, w8, 8, false) \
-    AR_ENTRY(ALGORITHM, NAME, TYPE, w16, 16, false)
-// AR_DTYPE_MASK: bit 0 f32, bit 1 f16, bit 2 bf16; all unless given. A run-time compiler need not wait
-// for types that nobody asked for.
-#if !defined(AR_DTYPE_MASK)
-#define AR_DTYPE_MASK 7
+// -DAR_ONLY_DTYPE=f32|f16|bf16 and -DAR_ONLY_WORLD=n2|n4|n8|w4|w8|w16, either or both: these entry points
+// only, so that a run-time compiler need not wait for what its communicator cannot call.
+#if !defined(AR_ONLY_DTYPE)
+#define AR_ONLY_DTYPE all
 #endif
-#if AR_DTYPE_MASK & 1
+#if !defined(AR_ONLY_WORLD)
+#define AR_ONLY_WORLD all
+#endif
+#define AR_JOIN_NOW(a, b) a##b
+#define AR_JOIN(a, b) AR_JOIN_NOW(a, b)
+#define AR_DTYPES_all 7
+#define AR_DTYPES_f32 1
+#define AR_DTYPES_f16 2
+#define AR_DTYPES_bf16 4
+#define AR_WORLDS_all 63
+#define AR_WORLDS_n2 1
+#define AR_WORLDS_n4 2
+#define AR_WORLDS_n8 4
+#define AR_WORLDS_w4 8
+#define AR_WORLDS_w8 16
+#define AR_WORLDS_w16 32
+#define AR_WANTED_DTYPES AR_JOIN(AR_DTYPES_, AR_ONLY_DTYPE)
+#define AR_WANTED_WORLDS AR_JOIN(AR_WORLDS_, AR_ONLY_WORLD)
+#if AR_WANTED_DTYPES == 0
+#error "AR_ONLY_DTYPE: f32, f16 or bf16"
+#endif
+#if AR_WANTED_WORLDS == 0
+#error "AR_ONLY_WORLD: n2, n4, n8, w4, w8 or w16"
+#endif
+#if AR_WANTED_WORLDS & 1
+#define AR_N2(ALGORITHM, NAME, TYPE) AR_ENTRY(ALGORITHM, NAME, TYPE, n2, 2, true)
+#else
+#define AR_N2(ALGORITHM, NAME, TYPE)
+#endif
+#if AR_WANTED_WORLDS & 2
+#define AR_N4(ALGORITHM, NAME, TYPE) AR_ENTRY(ALGORITHM, NAME, TYPE, n4, 4, true)
+#else
+#define AR_N4(ALGORITHM, NAME, TYPE)
+#endif
+#if AR_WANTED_WORLDS & 4
+#define AR_N8(ALGORITHM, NAME, TYPE) AR_ENTRY(ALGORITHM, NAME, TYPE, n8, 8, true)
+#else
+#define AR_N8(ALGORITHM, NAME, TYPE)
+#endif
+#if AR_WANTED_WORLDS & 8
+#define AR_W4(ALGORITHM, NAME, TYPE) AR_ENTRY(ALGORITHM, NAME, TYPE, w4, 4, false)
+#else
+#define AR_W4(ALGORITHM, NAME, TYPE)
+#endif
+#if AR_WANTED_WORLDS & 16
+#define AR_W8(ALGORITHM, NAME, TYPE) AR_ENTRY(ALGORITHM, NAME, TYPE, w8, 8, false)
+#else
+#define AR_W8(ALGORITHM, NAME, TYPE)
+#endif
+#if AR_WANTED_WORLDS & 32
+#define AR_W16(ALGORITHM, NAME, TYPE) AR_ENTRY(ALGORITHM, NAME, TYPE, w16, 16, false)
+#else
+#define AR_W16(ALGORITHM, NAME, TYPE)
+#endif
+#define AR_WORLDS(ALGORITHM, NAME, TYPE)                                                                         \
+    AR_N2(ALGORITHM, NAME, TYPE) AR_N4(ALGORITHM, NAME, TYPE) AR_N8(ALGORITHM, NAME, TYPE) AR_W4(ALGORITHM, NAME, TYPE) \
+    AR_W8(ALGORITHM, NAME, TYPE) AR_W16(ALGORITHM, NAME, TYPE)
+#if AR_WANTED_DTYPES & 1
 #define AR_F32(ALGORITHM) AR_WORLDS(ALGORITHM, f32, F32)
 #else
 #define AR_F32(ALGORITHM)
 #endif
-#if AR_DTYPE_MASK & 2
+#if AR_WANTED_DTYPES & 2
 #define AR_F16(ALGORITHM) AR_WORLDS(ALGORITHM, f16, F16)
 #else
 #define AR_F16(ALGORITHM)
 #endif
-#if AR_DTYPE_MASK & 4
+#if AR_WANTED_DTYPES & 4
 #define AR_BF16(ALGORITHM) AR_WORLDS(ALGORITHM, bf16, BF16)
 #else
 #define AR_BF16(ALGORITHM)

@@ -22,6 +22,11 @@
 #include "sim/model.hpp"
 #endif
 
+// Code that a call runs lies in one piece, the rest behind it: a taken branch to code that is not cached costs
+// as much as a load.
+#define AR_LIKELY(x) __builtin_expect(!!(x), 1)
+#define AR_UNLIKELY(x) __builtin_expect(!!(x), 0)
+
 namespace allreduced {
 
 struct alignas(16) Pack {
@@ -59,6 +64,14 @@ AR_DEV u32 block_dim() { return blockDim.x; }
 // Barrier of the block: orders all its threads' accesses before against all after.
 AR_DEV void sync_block() { __syncthreads(); }
 AR_DEV bool sync_block_or(bool v) { return __syncthreads_or(v) != 0; }
+// A value that the compiler cannot know.
+AR_DEV u32 opaque(u32 v) {
+    u32 r;
+    asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"(v));
+    return r;
+}
+// Whether any of the service threads, all of which call it, says so.
+AR_DEV bool service_any(bool v) { return __any_sync(0xffffffffu, v) != 0; }
 
 // Launched with programmatic serialization: waits until the previous kernel in the stream has
 // completed and its writes are visible, then lets the next one be scheduled (it waits here in turn, so
@@ -70,21 +83,10 @@ AR_DEV void wait_for_previous_kernel() {
 #endif
 }
 
-// Most data threads of a block of an instance for up to W ranks: by registers, and from W = 8 on by the
-// shared memory of Scratch.
+// Most data threads of a block of an instance for up to W ranks, by registers: up to W = 8, two such blocks fit
+// on a multiprocessor.
 template <int W>
 constexpr u32 MAX_DATA_THREADS = W <= 4 ? 480 : W <= 8 ? 352 : 160;
-
-// W packs of this thread's own in shared memory: an array that can be indexed at run time.
-template <int W>
-struct Scratch {
-    Pack* rows;
-    AR_DEV Scratch() {
-        __shared__ Pack all[W][MAX_DATA_THREADS<W>];
-        rows = &all[0][threadIdx.x];
-    }
-    AR_DEV Pack& operator[](u32 r) { return rows[r * MAX_DATA_THREADS<W>]; }
-};
 
 AR_DEV u64 now_ns() {
     u64 t;
@@ -182,6 +184,28 @@ AR_DEV void st_release_u32(u64 a, u32 v) {
 // visible system-wide, so a relaxed store after it is enough. The harness, whose "kernels" begin at an
 // ordinary barrier, releases here.
 AR_DEV void st_after_boundary_u64(u64 a, u64 v) { st_relaxed_u64(a, v); }
+// A header's first two words at once, each whole by itself.
+AR_DEV void st_after_boundary_u64x2(u64 a, u64 v0, u64 v1) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(a), "l"(v0), "l"(v1) : "memory");
+}
+// The reader's half, where it goes on to read memory that the header's sender wrote before: with
+// ld_peer_pack, which is relaxed.sys too and so is served behind every cache, after a barrier that this
+// load's value decided. An acquire would empty the multiprocessor's cache instead. The harness acquires.
+AR_DEV void ld_header_u64x2(u64 a, u64& v0, u64& v1) {
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(v0), "=l"(v1) : "l"(a) : "memory");
+}
+AR_DEV u64 ld_header_u64(u64 a) { return ld_relaxed_u64(a); }
+AR_DEV Pack ld_peer_pack(u64 a) { return ld_relaxed_pack(a); }
+AR_DEV u32 ld_peer_u32(u64 a) {
+    u32 v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(a) : "memory");
+    return v;
+}
+AR_DEV u32 ld_peer_u16(u64 a) {
+    u16 v;
+    asm volatile("ld.relaxed.sys.global.u16 %0, [%1];" : "=h"(v) : "l"(a) : "memory");
+    return v;
+}
 // Says "this block has read": ordered after the loads of the whole block, because sync_block came
 // between and each load's value was consumed before it. It publishes no data.
 AR_DEV void st_after_reads_u32(u64 a, u32 v) {
@@ -194,11 +218,12 @@ AR_DEV u32 ld_before_end_u32(u64 a) {
     return v;
 }
 
-// "This block has finished": after its stores to the output, which a failing block must not meet later.
-// Relaxed on the GPU, where a fence at every call's end would cost more than the flag; the failing
-// block waits long enough instead (abandon_call).
-AR_DEV void st_finished_u32(u64 a, u32 v) {
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(a), "r"(v) : "memory");
+// "This block has finished", in the pack's first word: after its stores to the output, which a failing block
+// must not meet later. Relaxed on the GPU, where a fence at every call's end would cost more than the flag;
+// the failing block waits long enough instead (abandon_call).
+AR_DEV void st_finished_pack(u64 a, const Pack& v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(a), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3])
+                 : "memory");
 }
 // Adds 1, returns the old value; any one of several failing blocks.
 AR_DEV u32 abandon_add(u64 a) {

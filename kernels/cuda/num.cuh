@@ -25,7 +25,7 @@ AR_DEV float mul_rn(float a, float b) {
 }
 AR_DEV float reciprocal_rn(float a) {
     float r;
-    asm("div.rn.f32 %0, 0f3F800000, %1;" : "=f"(r) : "f"(a));
+    asm("rcp.rn.f32 %0, %1;" : "=f"(r) : "f"(a));
     return r;
 }
 // IEEE-754-2019 maximum, but for the payload of a NaN.
@@ -107,37 +107,16 @@ struct BF16 {
     }
 };
 
-// acc = acc (op) x. Minimum is -maximum(-a, -b), zeros included (a NaN's sign does not matter): for
-// OP_MIN the accumulator is kept negated, `flip` has the sign bit set, and begin and end negate too.
+// Minimum is -maximum(-a, -b), zeros included (a NaN's sign does not matter): for OP_MIN the accumulator is kept
+// negated.
 template <class T>
-AR_DEV void accumulate(float* acc, const Pack& p, bool adds, u32 flip) {
-    float x[T::ELEMS];
-    T::unpack(p, x);
-    if (adds) {
-#pragma unroll
-        for (u32 i = 0; i < T::ELEMS; i++) acc[i] = add_rn(acc[i], x[i]);
-    } else {
-#pragma unroll
-        for (u32 i = 0; i < T::ELEMS; i++) acc[i] = maximum(acc[i], as_float(as_u32(x[i]) ^ flip));
-    }
-}
-template <class T>
-AR_DEV Pack rounded(float* acc, u32 world_size, u32 op) {
-    if (op == OP_AVG) {
-        const float scale = reciprocal_rn((float)world_size);
-#pragma unroll
-        for (u32 i = 0; i < T::ELEMS; i++) acc[i] = mul_rn(acc[i], scale);
-    }
-    if (op == OP_MIN) {
-#pragma unroll
-        for (u32 i = 0; i < T::ELEMS; i++) acc[i] = as_float(as_u32(acc[i]) ^ 0x80000000u);
-    }
+AR_DEV Pack rounded(const float* acc) {
     Pack out;
     T::pack(acc, out);
     bool any_nan = false;
 #pragma unroll
     for (u32 i = 0; i < T::ELEMS; i++) any_nan |= is_nan(acc[i]);
-    if (any_nan) {
+    if (AR_UNLIKELY(any_nan)) {
 #pragma unroll
         for (u32 i = 0; i < 4; i++)
             out.w[i] = T::SIZE == 4 ? T::fix_nan(out.w[i], acc[i % T::ELEMS], 0.0f)
@@ -145,42 +124,52 @@ AR_DEV Pack rounded(float* acc, u32 world_size, u32 op) {
     }
     return out;
 }
-template <class T>
-AR_DEV void begin_reduction(float* acc, const Pack& p, u32 flip) {
-    T::unpack(p, acc);
-    if (flip) {
-#pragma unroll
-        for (u32 i = 0; i < T::ELEMS; i++) acc[i] = as_float(as_u32(acc[i]) ^ flip);
-    }
-}
 
-// Reduces v[0..world_size) in rank order. v is indexed by constants only, so it stays in registers.
+// Reduces v[0..world_size) in rank order. v is indexed by constants only, so it stays in registers. Sums go
+// straight through; minimum and maximum are out of line, by way of the stack, so that sums do not fetch their code.
+template <class T>
+AR_DEV_COLD Pack reduce_extremum(const Pack* v, u32 world_size, u32 op) {
+    const u32 flip = op == OP_MIN ? 0x80000000u : 0u;
+    float acc[T::ELEMS];
+    T::unpack(v[0], acc);
+#pragma unroll
+    for (u32 i = 0; i < T::ELEMS; i++) acc[i] = as_float(as_u32(acc[i]) ^ flip);
+#pragma unroll 1
+    for (u32 r = 1; r < world_size; r++) {
+        float x[T::ELEMS];
+        T::unpack(v[r], x);
+#pragma unroll
+        for (u32 i = 0; i < T::ELEMS; i++) acc[i] = maximum(acc[i], as_float(as_u32(x[i]) ^ flip));
+    }
+#pragma unroll
+    for (u32 i = 0; i < T::ELEMS; i++) acc[i] = as_float(as_u32(acc[i]) ^ flip);
+    return rounded<T>(acc);
+}
 template <class T, int W>
 AR_DEV Pack reduce(const Pack (&v)[W], u32 world_size, u32 op) {
-    const bool adds = op <= OP_AVG;
-    const u32 flip = op == OP_MIN ? 0x80000000u : 0u;
+    if (AR_UNLIKELY(op > OP_AVG)) {
+        Pack copy[W];
+#pragma unroll
+        for (int r = 0; r < W; r++)
+            if (r < (int)world_size) copy[r] = v[r];
+        return reduce_extremum<T>(copy, world_size, op);
+    }
     float acc[T::ELEMS];
-    begin_reduction<T>(acc, v[0], flip);
+    T::unpack(v[0], acc);
 #pragma unroll
     for (int r = 1; r < W; r++)
-        if (r < (int)world_size) accumulate<T>(acc, v[r], adds, flip);
-    return rounded<T>(acc, world_size, op);
-}
-
-// The same by a loop, through shared memory: an eighth of the code for W = 8. See exchange_once.
-template <class T, int W>
-AR_DEV Pack reduce_compact(const Pack (&v)[W], u32 world_size, u32 op) {
-    Scratch<W> packs;
+        if (r < (int)world_size) {
+            float x[T::ELEMS];
+            T::unpack(v[r], x);
 #pragma unroll
-    for (int r = 0; r < W; r++)
-        if (r < (int)world_size) packs[r] = v[r];
-    const bool adds = op <= OP_AVG;
-    const u32 flip = op == OP_MIN ? 0x80000000u : 0u;
-    float acc[T::ELEMS];
-    begin_reduction<T>(acc, packs[0], flip);
-#pragma unroll 1
-    for (u32 r = 1; r < world_size; r++) accumulate<T>(acc, packs[r], adds, flip);
-    return rounded<T>(acc, world_size, op);
+            for (u32 i = 0; i < T::ELEMS; i++) acc[i] = add_rn(acc[i], x[i]);
+        }
+    if (op == OP_AVG) {
+        const float scale = reciprocal_rn((float)world_size);
+#pragma unroll
+        for (u32 i = 0; i < T::ELEMS; i++) acc[i] = mul_rn(acc[i], scale);
+    }
+    return rounded<T>(acc);
 }
 
 // On the way in: the all-ones word, a NaN in each of its elements, becomes another NaN word. Every
@@ -200,7 +189,8 @@ AR_DEV Pack empty_pack() { return Pack{{EMPTY_WORD, EMPTY_WORD, EMPTY_WORD, EMPT
 
 // Element by element: odd alignment, and the last pack. Out of line, so that it costs the fast path
 // nothing but a branch.
-template <u32 SIZE>
+// PEER: of a direct source.
+template <u32 SIZE, bool PEER>
 AR_DEV_COLD Pack load_elements(u64 base, u64 num_elems, u64 first) {
     constexpr u32 ELEMS = PACK_BYTES / SIZE;
     Pack p{{0, 0, 0, 0}};
@@ -209,9 +199,9 @@ AR_DEV_COLD Pack load_elements(u64 base, u64 num_elems, u64 first) {
         if (first + i >= num_elems) continue;
         const u64 a = base + (first + i) * SIZE;
         if (SIZE == 4)
-            p.w[i % 4] = ld_weak_u32(a);
+            p.w[i % 4] = PEER ? ld_peer_u32(a) : ld_weak_u32(a);
         else
-            p.w[i / 2] |= ld_weak_u16(a) << (16 * (i & 1));
+            p.w[i / 2] |= (PEER ? ld_peer_u16(a) : ld_weak_u16(a)) << (16 * (i & 1));
     }
     return p;
 }
@@ -239,7 +229,7 @@ struct Tensor {
     AR_DEV Tensor(u64 base_, u64 num_elems_, u32 whole_packs_) : base(base_), num_elems(num_elems_), whole_packs(whole_packs_) {}
     AR_DEV Pack load(u32 k) const {
         if (k < whole_packs) return ld_weak_pack(base + (u64)k * PACK_BYTES);
-        return load_elements<T::SIZE>(base, num_elems, (u64)k * T::ELEMS);
+        return load_elements<T::SIZE, false>(base, num_elems, (u64)k * T::ELEMS);
     }
     AR_DEV void store(u32 k, const Pack& p) const {
         if (k < whole_packs)
@@ -248,10 +238,11 @@ struct Tensor {
             store_elements<T::SIZE>(base, num_elems, (u64)k * T::ELEMS, p);
     }
 };
-// Somebody else's tensor of the same length, of unknown alignment.
+// A direct source, of the same length and of unknown alignment.
 template <class T>
-AR_DEV Tensor<T> peer_tensor(u64 base, u64 num_elems) {
-    return Tensor<T>(base, num_elems, (base & (PACK_BYTES - 1)) == 0 ? (u32)(num_elems / T::ELEMS) : 0);
+AR_DEV Pack load_peer(u64 base, u64 num_elems, u32 k) {
+    if ((base & (PACK_BYTES - 1)) == 0 && k < (u32)(num_elems / T::ELEMS)) return ld_peer_pack(base + (u64)k * PACK_BYTES);
+    return load_elements<T::SIZE, true>(base, num_elems, (u64)k * T::ELEMS);
 }
 
 }  // namespace allreduced

@@ -19,6 +19,9 @@ namespace allreduced {
 // Packs per thread and round where a thread has several; more would cost registers, and so blocks per SM.
 template <int W>
 constexpr int BATCH = W <= 2 ? 2 : 1;
+// The same for direct sources, where all loads of a round go out together.
+template <int W>
+constexpr u32 PULL_BATCH = W <= 2 ? 4 : W <= 4 ? 2 : 1;
 
 template <class T, int U>
 AR_DEV void load_batch(Pack (&own)[U], const Tensor<T>& in, const Block& b, u32 k, u32 packs) {
@@ -29,55 +32,71 @@ AR_DEV void load_batch(Pack (&own)[U], const Tensor<T>& in, const Block& b, u32 
 
 // Both in-band one-shots: send, wait, reduce. `send(k, pack, self)` stores a pack where peers look for
 // it, and where this rank does with `self`; `address(r, k)` is where rank r's appears. `clear(k, self)`
-// empties the slots of a pack that has been reduced, `finish()` whatever else is left to empty.
+// empties the slots of a pack that has been reduced, `tidy()` whatever else is left to empty.
 //
-// exchange_once: at most one pack per thread, the latency-bound case. Kept short: a kernel's first pass
-// through its code misses the instruction cache, which costs more than anything else here when several
-// processes share the GPU. For that reason it also sends to itself: no rank is a special case.
-template <class T, int W, class Send, class Address, class Clear, class Finish>
-AR_DEV void exchange_once(Block& b, const Tensor<T>& out, const Pack& own, Send send, Address address, Clear clear, Finish finish) {
-    const u32 k = b.first;
-    const bool busy = !b.service && k < b.call->num_packs && !b.failed;
-    Pack v[W] = {};
+// exchange_once: at most one pack per thread, the latency-bound case, where what counts is how much code lies between
+// one message and the next. For that reason it also sends to itself: no rank is a special case.
+//
+// Data and service threads go their own ways, each through code in one piece; and while its own pack is on its way,
+// a data thread goes through what it will do when the others' are here, without effect.
+template <class T, int W, class Send, class Address, class Clear, class Tidy>
+AR_DEV void exchange_once(Block& b, const Tensor<T>& out, const Pack& own, Send send, Address address, Clear clear, Tidy tidy) {
     AR_STAMP(b, 1);
     if (b.service) {
-        greet(b);
+        greet<false>(b);
         AR_STAMP(b, 2);
-        meet<false>(b);
-    } else if (busy) {
-        send(k, without_empty<T>(own), true);
-        AR_STAMP(b, 2);
-        await_row<false, W>(b, v, [](int) { return true; }, [&](int r) { return address(r, k); }, WAIT_INPUT);
-    }
-    AR_STAMP(b, 3);
-    // The one barrier between arrival and use: headers agree, nobody aborted.
-    if (sync_block_or(b.failed)) {
-        abandon(b, out);
+        meet<false, false>(b);
+        AR_STAMP(b, 3);
+        if (AR_UNLIKELY(sync_block_or(b.failed))) {
+            abandon<T>(b);
+            return;
+        }
+        AR_STAMP(b, 4);
+        advance_absent_blocks(b);
+        AR_STAMP(b, 5);
+        sync_block();
+        finish(b);
         return;
     }
-    AR_STAMP(b, 4);
-    if (busy) {
-        if constexpr (W >= 8)
-            out.store(k, reduce_compact<T, W>(v, b.world_size, b.call->op));
-        else
-            out.store(k, reduce<T, W>(v, b.world_size, b.call->op));
-        clear(k, true);
+    const u32 k = b.first;
+    const bool busy = k < b.call->num_packs && !b.failed;
+    if (busy) send(k, without_empty<T>(own), true);
+    AR_STAMP(b, 2);
+    Pack v[W];
+#pragma unroll
+    for (int r = 0; r < W; r++) v[r] = own;
+    for (u32 go = opaque(0);; go = opaque(1)) {
+        if (go) {
+            if (busy) await_row<false, W>(b, v, [](int) { return true; }, [&](int r) { return address(r, k); }, WAIT_INPUT);
+            AR_STAMP(b, 3);
+            // The one barrier between arrival and use: headers agree, nobody aborted.
+            if (AR_UNLIKELY(sync_block_or(b.failed))) return;
+            AR_STAMP(b, 4);
+        }
+        const Pack result = reduce<T, W>(v, b.world_size, b.call->op);
+        if (go & busy) out.store(k, result);
+        if (go) {
+            if (busy) clear(k, true);
+            tidy();
+            break;
+        }
     }
-    if (!b.service) finish();
     AR_STAMP(b, 5);
-    advance_absent_blocks(b);
-    leave(b, out);
+    sync_block();
+#if AR_CUDA && defined(AR_TRACE)
+    finish(b);
+#endif
 }
 
 // exchange: any number of packs, U of them in flight per thread.
-template <class T, int W, int U, class Send, class Address, class Clear, class Finish>
-AR_DEV void exchange(Block& b, const Tensor<T>& in, const Tensor<T>& out, Send send, Address address, Clear clear, Finish finish) {
+template <class T, int W, int U, class Send, class Address, class Clear, class Tidy>
+AR_DEV void exchange(Block& b, const Tensor<T>& in, const Tensor<T>& out, Send send, Address address, Clear clear, Tidy tidy) {
     const u32 packs = b.call->num_packs;
     const bool single_round = packs <= U * b.stride;  // then `own` still holds the input when it is reduced
     Pack own[U], v[U][W];
     if (b.service) {
-        greet(b);
-        meet<false>(b);
+        greet<false>(b);
+        meet<false, false>(b);
     } else if (!b.failed) {
 #pragma unroll 1
         for (u32 k = b.first; k < packs; k += U * b.stride) {
@@ -102,8 +121,8 @@ AR_DEV void exchange(Block& b, const Tensor<T>& in, const Tensor<T>& out, Send s
                 [&](int u, int r) { return address(r, k + u * b.stride); }, WAIT_INPUT);
         }
         if (first_round) {
-            if (sync_block_or(b.failed)) {
-                abandon(b, out);
+            if (AR_UNLIKELY(sync_block_or(b.failed))) {
+                abandon<T>(b);
                 return;
             }
             first_round = false;
@@ -117,78 +136,94 @@ AR_DEV void exchange(Block& b, const Tensor<T>& in, const Tensor<T>& out, Send s
             clear(i, false);
         }
     }
-    if (!b.service) finish();
-    advance_absent_blocks(b);
-    leave(b, out);
+    if (b.service)
+        advance_absent_blocks(b);
+    else
+        tidy();
+    leave<T>(b);
 }
 
-// Enters, and runs the one or the other. A source address that does not depend on the control block is
-// read while that is on its way.
-template <class T, int W, bool EXACT, class Run>
-AR_DEV void enter_and_run(Shared* sh, const Call& call, u32 algorithm, Run run) {
-    Block b;
-    enter(b, sh, &call);
-    const bool early = source_is_address(call);
-    const bool once = call.num_packs <= b.stride;
+// What an in-band one-shot begins with. ONCE or not: two pieces of code with nothing in common, so that neither is
+// in the other's way. A source address that does not depend on the control block is read while that is on its way.
+template <class T>
+struct Entered {
+    Region region;
+    Tensor<T> in, out;
+    Pack own;
+};
+template <class T, int W, bool EXACT, bool ONCE>
+AR_DEV Entered<T> enter_inband(Block& b, u32 algorithm, u64 which) {
+    const Call& call = *b.call;
+    enter_load<false>(b);
+    const Region region = ld_region(b, which);
+    const bool early = ONCE && source_is_address(call), loads = ONCE && !b.service && b.first < call.num_packs;
     Pack own = {};
-    if (!early) enter_wait<T, W, EXACT>(b, algorithm);
-    const Tensor<T> in(early ? call.src : b.source, call.num_elems, call.src_whole_packs);
-    if (!b.service && once && b.first < call.num_packs) own = in.load(b.first);
-    if (early) enter_wait<T, W, EXACT>(b, algorithm);
-    run(b, in, Tensor<T>(b.dest, call.num_elems, call.dst_whole_packs), own, once);
+    if (AR_LIKELY(early) && loads) own = Tensor<T>(call.src, call.num_elems, call.src_whole_packs).load(b.first);
+    enter_wait<T, W, EXACT>(b, algorithm);
+    find_tensors(b);
+    const Tensor<T> in(b.source, call.num_elems, call.src_whole_packs);
+    if (AR_UNLIKELY(!early) && loads) own = in.load(b.first);
+    return {region, in, Tensor<T>(b.dest, call.num_elems, call.dst_whole_packs), own};
 }
 
 // Writes its input into a slot of every peer's window; peers poll their own memory, word by word, for
 // words that are not EMPTY_WORD (in-band arrival: no flag, no fence), reduce, and empty the slots.
 // Memory order: data relaxed.sys, each word stands for itself. Slots alternate by sequence parity.
 // SYNC: push-data
+template <class T, int W, bool EXACT, bool ONCE>
+AR_DEV void one_shot_push_as(Block& b) {
+    const Entered<T> entered = enter_inband<T, W, EXACT, ONCE>(b, ONE_SHOT_PUSH, AR_OFFSETOF(Control, push_offset));
+    const Region push = entered.region;
+    const Tensor<T> in = entered.in, out = entered.out;
+    const Pack own = entered.own;
+    const u64 slot_bytes = push.bytes;
+    const u64 parity_base = push.offset + b.parity() * b.world_size * slot_bytes;
+    const u64 mine = b.signal + parity_base;
+    check_call<W, EXACT>(b, b.call->num_packs, slot_bytes);
+    const auto send = [&](u32 k, const Pack& p, bool self) {
+        const u64 at = parity_base + b.rank * slot_bytes + (u64)k * PACK_BYTES;
+        u32 to = b.rank;
+#pragma unroll 1
+        for (u32 j = self ? 0 : 1; j < b.world_size; j++) {
+            to = to + 1 == b.world_size ? 0 : to + 1;
+            st_relaxed_pack(b.window(to) + at, p);  // SYNC: push-data
+        }
+    };
+    const auto address = [&](int r, u32 k) { return mine + r * slot_bytes + (u64)k * PACK_BYTES; };  // SYNC: push-data
+    const auto clear = [&]([[maybe_unused]] u32 k, [[maybe_unused]] bool self) {
+#if !defined(AR_MUTATE_NO_CLEAR)
+        u64 at = mine + (u64)k * PACK_BYTES;
+#pragma unroll 1
+        for (u32 r = 0; r < b.world_size; r++, at += slot_bytes)
+            if (self || r != b.rank) st_relaxed_pack(at, empty_pack());
+#endif
+    };
+    if constexpr (ONCE)
+        exchange_once<T, W>(b, out, own, send, address, clear, [] {});
+    else
+        exchange<T, W, BATCH<W>>(b, in, out, send, address, clear, [] {});
+}
 template <class T, int W, bool EXACT>
 AR_DEV void one_shot_push(Shared* sh, const Call& call) {
-    enter_and_run<T, W, EXACT>(sh, call, ONE_SHOT_PUSH, [&](Block& b, const Tensor<T>& in, const Tensor<T>& out, const Pack& own, bool once) {
-        const Control& c = b.control();
-        const u64 slot_bytes = c.push_slot_bytes;
-        const u64 parity_base = c.push_offset + b.parity() * b.world_size * slot_bytes;
-        const u64 mine = b.signal + parity_base;
-        check_call<W, EXACT>(b, b.call->num_packs, slot_bytes / PACK_BYTES);
-        const auto send = [&](u32 k, const Pack& p, bool self) {
-            const u64 at = parity_base + b.rank * slot_bytes + (u64)k * PACK_BYTES;
-            u32 to = b.rank;
-#pragma unroll 1
-            for (u32 j = self ? 0 : 1; j < b.world_size; j++) {
-                to = to + 1 == b.world_size ? 0 : to + 1;
-                st_relaxed_pack(c.window[to] + at, p);  // SYNC: push-data
-            }
-        };
-        const auto address = [&](int r, u32 k) { return mine + r * slot_bytes + (u64)k * PACK_BYTES; };  // SYNC: push-data
-        const auto clear = [&]([[maybe_unused]] u32 k, [[maybe_unused]] bool self) {
-#if !defined(AR_MUTATE_NO_CLEAR)
-            u64 at = mine + (u64)k * PACK_BYTES;
-#pragma unroll 1
-            for (u32 r = 0; r < b.world_size; r++, at += slot_bytes)
-                if (self || r != b.rank) st_relaxed_pack(at, empty_pack());
-#endif
-        };
-        if (once)
-            exchange_once<T, W>(b, out, own, send, address, clear, [] {});
-        else
-            exchange<T, W, BATCH<W>>(b, in, out, send, address, clear, [] {});
-    });
+    Block b;
+    enter(b, sh, &call);
+    if (AR_LIKELY(call.num_packs <= b.stride))
+        one_shot_push_as<T, W, EXACT, true>(b);
+    else
+        one_shot_push_as<T, W, EXACT, false>(b);
 }
 
 // Empties what the previous in-band pull left in this rank's slots. Called once the headers of this
 // call are in: every peer has then completed that turn and read all it will. Slots rotate over four
 // turns, so the next writer and readers of these bytes come only after this kernel has completed.
-AR_DEV void clear_previous_turn([[maybe_unused]] Block& b) {
+AR_DEV void clear_previous_turn([[maybe_unused]] Block& b, [[maybe_unused]] const Region& inband) {
 #if !defined(AR_MUTATE_NO_CLEAR)
-    const Control& c = b.control();
-    const BlockState& before = b.sh->state();
-    const u64 slot = b.signal + c.inband_offset + (before.turn & 3) * 2 * c.inband_part_bytes;
-    const u32 input_packs = before.dirty_input_packs, result_packs = before.dirty_result_packs;
+    const u64 slot = b.signal + inband.offset + (b.turn_before & 3) * 2 * inband.bytes;
 #pragma unroll 1
-    for (u32 k = b.first; k < input_packs; k += b.stride) st_relaxed_pack(slot + (u64)k * PACK_BYTES, empty_pack());
+    for (u32 k = b.first; k < b.dirty_input_packs_before; k += b.stride) st_relaxed_pack(slot + (u64)k * PACK_BYTES, empty_pack());
 #pragma unroll 1
-    for (u32 k = b.first; k < result_packs; k += b.stride)
-        st_relaxed_pack(slot + c.inband_part_bytes + (u64)k * PACK_BYTES, empty_pack());
+    for (u32 k = b.first; k < b.dirty_result_packs_before; k += b.stride)
+        st_relaxed_pack(slot + inband.bytes + (u64)k * PACK_BYTES, empty_pack());
 #endif
 }
 
@@ -197,130 +232,220 @@ AR_DEV void clear_previous_turn([[maybe_unused]] Block& b) {
 // Memory order: data relaxed.sys. Slots rotate over four turns; the owner empties a slot one in-band
 // pull later.
 // SYNC: pull-data
+template <class T, int W, bool EXACT, bool ONCE>
+AR_DEV void one_shot_pull_inband_as(Block& b) {
+    const Entered<T> entered = enter_inband<T, W, EXACT, ONCE>(b, ONE_SHOT_PULL_INBAND, AR_OFFSETOF(Control, inband_offset));
+    const Region inband = entered.region;
+    const Tensor<T> in = entered.in, out = entered.out;
+    const Pack own = entered.own;
+    u64 windows[W];
+    if (!b.service) ld_windows(b, windows);
+    begin_turn(b, b.call->num_packs, 0);
+    const u64 slot = inband.offset + (b.turn & 3) * 2 * inband.bytes;
+    check_call<W, EXACT>(b, b.call->num_packs, inband.bytes);
+    const auto send = [&](u32 k, const Pack& p, bool) { st_relaxed_pack(b.signal + slot + (u64)k * PACK_BYTES, p); };  // SYNC: pull-data
+    const auto address = [&](int r, u32 k) { return windows[r] + slot + (u64)k * PACK_BYTES; };                 // SYNC: pull-data
+    const auto tidy = [&] { clear_previous_turn(b, inband); };
+    if constexpr (ONCE)
+        exchange_once<T, W>(b, out, own, send, address, [](u32, bool) {}, tidy);
+    else
+        exchange<T, W, BATCH<W>>(b, in, out, send, address, [](u32, bool) {}, tidy);
+}
 template <class T, int W, bool EXACT>
 AR_DEV void one_shot_pull_inband(Shared* sh, const Call& call) {
-    enter_and_run<T, W, EXACT>(sh, call, ONE_SHOT_PULL_INBAND, [&](Block& b, const Tensor<T>& in, const Tensor<T>& out, const Pack& own, bool once) {
-        const Control& c = b.control();
-        begin_turn(b, b.call->num_packs, 0);
-        const u64 slot = c.inband_offset + (b.turn & 3) * 2 * c.inband_part_bytes;
-        check_call<W, EXACT>(b, b.call->num_packs, c.inband_part_bytes / PACK_BYTES);
-        const auto send = [&](u32 k, const Pack& p, bool) { st_relaxed_pack(b.signal + slot + (u64)k * PACK_BYTES, p); };  // SYNC: pull-data
-        const auto address = [&](int r, u32 k) { return c.window[r] + slot + (u64)k * PACK_BYTES; };                 // SYNC: pull-data
-        const auto finish = [&] { clear_previous_turn(b); };
-        if (once)
-            exchange_once<T, W>(b, out, own, send, address, [](u32, bool) {}, finish);
-        else
-            exchange<T, W, BATCH<W>>(b, in, out, send, address, [](u32, bool) {}, finish);
-    });
+    Block b;
+    enter(b, sh, &call);
+    if (AR_LIKELY(call.num_packs <= b.stride))
+        one_shot_pull_inband_as<T, W, EXACT, true>(b);
+    else
+        one_shot_pull_inband_as<T, W, EXACT, false>(b);
 }
 
 // Flag arrival. Staged: copies its input to its own staging area, releases one flag per block to every
 // peer, acquires theirs, reads their staging. Direct: reads peers' inputs where they are; the header
 // says that an input is ready, and a `done` flag per block keeps it until everybody has read.
 // Memory order: staging written by ordinary stores; flag st.release.sys after sync_block by one thread
-// per peer, ld.acquire.sys by one thread, then sync_block, then ordinary loads.
+// per peer, ld.acquire.sys by one thread, then sync_block, then ordinary loads. Direct: see ld_header_u64x2.
 // Staging alternates by sequence parity: a peer that is two calls ahead knows this call complete.
 // Direct and in place: results wait in staging until every peer has read the input.
-// SYNC: ready, done
+// SYNC: header, ready, done
+
+// U packs of this thread from every rank at once: all loads before the first use. Not `go`: a rehearsal, which
+// reads what is certainly there and stores nothing.
 template <class T, int W, int U>
-AR_DEV void pull_and_reduce(Block& b, const Tensor<T>& in, const Tensor<T>& out, u64 staging, u64 held) {
-    const Control& c = b.control();
-    const bool direct = (b.call->flags & CALL_DIRECT) != 0;
-    const u32 packs = b.call->num_packs;
-#pragma unroll 1
-    for (u32 k = b.first; k < packs; k += U * b.stride) {
-        Pack v[U][W];
+AR_DEV void pull_batch(const Shared& sh, u64 control, u32 world_size, u32 op, u32 go, u64 to, u32 k, u32 stride) {
+    Pack v[U][W];
 #pragma unroll
-        for (int u = 0; u < U; u++)
+    for (int u = 0; u < U; u++)
 #pragma unroll
-            for (int r = 0; r < W; r++) {
-                const u32 i = k + u * b.stride;
-                if (i >= packs || r >= (int)b.world_size) continue;
-                const u64 base = direct || r == (int)b.rank ? b.sh->source[r] : c.window[r] + staging;
-                v[u][r] = peer_tensor<T>(base, direct || r == (int)b.rank ? in.num_elems : (u64)packs * T::ELEMS).load(i);
-            }
+        for (int r = 0; r < W; r++)
+            if (r < (int)world_size) v[u][r] = ld_peer_pack((go ? sh.source[r] : control) + (u64)(go ? k + u * stride : 0) * PACK_BYTES);
 #pragma unroll
-        for (int u = 0; u < U; u++) {
-            const u32 i = k + u * b.stride;
-            if (i >= packs) continue;
-            const Pack result = reduce<T, W>(v[u], b.world_size, b.call->op);
-            if (held)
-                st_weak_pack(held + (u64)i * PACK_BYTES, result);
-            else
-                out.store(i, result);
-        }
-        if (U == 1 && packs <= b.stride) break;
+    for (int u = 0; u < U; u++) {
+        const Pack result = reduce<T, W>(v[u], world_size, op);
+        if (go) st_weak_pack(to + (u64)(k + u * stride) * PACK_BYTES, result);
     }
 }
-template <class T, int W, bool EXACT>
-AR_DEV void one_shot_pull(Shared* sh, const Call& call) {
-    Block b;
-    enter(b, sh, &call);
-    const bool direct = (call.flags & CALL_DIRECT) != 0;
-    enter_wait<T, W, EXACT>(b, ONE_SHOT_PULL);
-    const Control& c = b.control();
-    const Tensor<T> in(b.source, call.num_elems, call.src_whole_packs), out(b.dest, call.num_elems, call.dst_whole_packs);
-    const u32 packs = b.call->num_packs;
-    const bool hold = direct && b.source == b.dest;
-    const u64 staging = c.staging_offset + b.parity() * 2 * c.staging_part_bytes;
-    check_call<W, EXACT>(b, direct && !hold ? 0 : packs, c.staging_part_bytes / PACK_BYTES);
-
-    if (b.service) {
-        greet(b);
-#if defined(AR_MUTATE_FLAG_ORDER)
-        if (!direct) send_flags(b, AR_OFFSETOF(Signal, ready), true);
-#endif
-        if (!direct && b.lane == 0) sh->source[b.rank] = b.source;
+// Packs from `k` on that are no single accesses: an odd address, the tensor's end.
+template <class T, int W>
+AR_DEV_COLD void pull_odd(const Shared* sh, const Call* call, u32 world_size, bool hold, u32 k, u32 stride) {
+    const Tensor<T> out(sh->dest, call->num_elems, call->dst_whole_packs);
+#pragma unroll 1
+    for (; k < call->num_packs; k += stride) {
+        Pack v[W];
+#pragma unroll 1
+        for (u32 r = 0; r < world_size; r++) v[r] = load_peer<T>(sh->source[r], call->num_elems, k);
+        const Pack result = reduce<T, W>(v, world_size, call->op);
+        if (hold)
+            st_weak_pack(sh->dest + (u64)k * PACK_BYTES, result);
+        else
+            out.store(k, result);
     }
-    if (!direct) {
-        if (!b.service && !b.failed)
-            for (u32 k = b.first; k < packs; k += b.stride) st_weak_pack(b.signal + staging + (u64)k * PACK_BYTES, in.load(k));
+}
+// Direct and in place, once everybody has read: the results to where they belong.
+template <class T>
+AR_DEV_COLD void copy_held(const Shared* sh, const Call* call, u32 k, u32 stride) {
+    const u32 rank = ld_weak_u32(call->control + AR_OFFSETOF(Control, rank)) & (MAX_WORLD_SIZE - 1);
+    const u64 arena = ld_weak_u64(call->control + AR_OFFSETOF(Control, arena) + 8 * rank);
+    const Tensor<T> out(call->dst + (call->flags & CALL_DST_IN_ARENA ? arena : 0), call->num_elems, call->dst_whole_packs);
+#pragma unroll 1
+    for (; k < call->num_packs; k += stride) out.store(k, ld_weak_pack(sh->dest + (u64)k * PACK_BYTES));
+}
+
+// The service threads enter, greet and wait, and leave. The data threads know nothing but what they find in shared
+// memory behind the barrier; while they wait for it they rehearse (see exchange_once).
+template <class T, int W, bool EXACT>
+AR_DEV void serve_direct(Block& b) {
+    const Call& call = *b.call;
+    enter_load<true>(b);
+    const Region staging = ld_region(b, AR_OFFSETOF(Control, staging_offset));
+    enter_wait<T, W, EXACT>(b, ONE_SHOT_PULL);
+    // In place is a property of the rank's own call; peers need not know.
+    b.dest = call.dst;
+    bool hold = call.src == call.dst;
+    if (AR_UNLIKELY(hold || (call.flags & (CALL_SRC_IN_ARENA | CALL_DST_IN_ARENA)) != 0)) {
+        find_tensors(b);
+        hold = b.source == b.dest;
+    }
+    check_call<W, EXACT>(b, hold ? call.num_packs : 0, staging.bytes);
+    greet<true>(b);
+    const bool odd = service_any(meet<true, false>(b));
+    b.failed = service_any(b.failed);
+    if (b.lane == 0) {
+        b.sh->dest = hold ? b.signal + staging.offset + (b.parity() * 2 + 1) * staging.bytes : b.dest;
+        b.sh->whole = odd ? 0 : hold ? call.src_whole_packs : call.dst_whole_packs;
+        b.sh->verdict = b.failed ? VERDICT_FAILED : hold ? VERDICT_HOLD : VERDICT_GO;
+    }
+    sync_block();
+    if (AR_UNLIKELY(b.failed)) {
+        abandon<T>(b);
+        return;
+    }
+    advance_absent_blocks(b);
+#if !defined(AR_MUTATE_NO_END_BARRIER)
+    meet_again(b);
+    b.failed = service_any(b.failed);
+    if (AR_UNLIKELY(hold) && !sync_block_or(b.failed)) sync_block();
+    if (AR_UNLIKELY(b.failed)) {
+        abandon<T>(b);
+        return;
+    }
+#endif
+    finish(b);
+}
+template <class T, int W, bool EXACT>
+AR_DEV void pull_direct(Block& b) {
+    const Call& call = *b.call;
+    constexpr int U = PULL_BATCH<W>;
+    const u32 op = opaque(call.op), packs = opaque(call.num_packs);
+    const u32 world_size = EXACT ? (u32)W : ld_weak_u32(b.control + AR_OFFSETOF(Control, world_size));
+    u32 whole = packs < U * b.stride ? packs : U * b.stride, verdict = VERDICT_GO, k;
+    u64 to = 0;
+    for (u32 go = opaque(0);; go = opaque(1)) {
+        if (go) {
+            sync_block();
+            to = b.sh->dest;
+            whole = b.sh->whole;
+            verdict = b.sh->verdict;
+            if (AR_UNLIKELY(verdict == VERDICT_FAILED)) return;
+        }
+        k = b.first;
+        if constexpr (U > 1)
+#pragma unroll 1
+            for (; AR_UNLIKELY(k + (U - 1) * b.stride < whole); k += U * b.stride)
+                pull_batch<T, W, U>(*b.sh, b.control, world_size, op, go, to, k, b.stride);
+#pragma unroll 1
+        for (; k < whole; k += b.stride) pull_batch<T, W, 1>(*b.sh, b.control, world_size, op, go, to, k, b.stride);
+        if (go) break;
+    }
+    if (AR_UNLIKELY(k < packs)) pull_odd<T, W>(b.sh, &call, world_size, verdict == VERDICT_HOLD, k, b.stride);
+#if !defined(AR_MUTATE_NO_END_BARRIER)
+    sync_block();
+    if (AR_UNLIKELY(verdict == VERDICT_HOLD) && !sync_block_or(false)) {
+        copy_held<T>(b.sh, &call, b.first, b.stride);
         sync_block();
     }
+#endif
+}
+
+template <class T, int W, bool EXACT>
+AR_DEV void one_shot_pull_staged(Block& b) {
+    enter_load<false>(b);
+    const Region region = ld_region(b, AR_OFFSETOF(Control, staging_offset));
+    enter_wait<T, W, EXACT>(b, ONE_SHOT_PULL);
+    find_tensors(b);
+    const u32 packs = b.call->num_packs;
+    const Tensor<T> in(b.source, b.call->num_elems, b.call->src_whole_packs), out(b.dest, b.call->num_elems, b.call->dst_whole_packs);
+    const u64 staging = region.offset + b.parity() * 2 * region.bytes;
+    check_call<W, EXACT>(b, packs, region.bytes);
     if (b.service) {
-        if (direct) {
-            meet<false>(b);
-        } else {
-            send_flags(b, AR_OFFSETOF(Signal, ready), true);
-            meet<true>(b);
-        }
+        greet<false>(b);
+#if defined(AR_MUTATE_FLAG_ORDER)
+        send_flags(b, AR_OFFSETOF(Signal, ready));
+#endif
+    } else if (!b.failed) {
+#pragma unroll 1
+        for (u32 k = b.first; k < packs; k += b.stride) st_weak_pack(b.signal + staging + (u64)k * PACK_BYTES, in.load(k));
+    }
+    sync_block();
+    if (b.service) {
+        send_flags(b, AR_OFFSETOF(Signal, ready));
+        meet<false, true>(b);
     }
 #if defined(AR_MUTATE_NO_BARRIER)
     const bool bad = false;
 #else
     const bool bad = sync_block_or(b.failed);
 #endif
-    advance_absent_blocks(b);
-    if (bad) {
-        abandon(b, out);
+    if (AR_UNLIKELY(bad)) {
+        abandon<T>(b);
         return;
     }
-    if (!b.service) {
-        const u64 held = hold ? b.signal + staging + c.staging_part_bytes : 0;
-        if (BATCH<W> == 1 || packs <= b.stride)
-            pull_and_reduce<T, W, 1>(b, in, out, staging, held);
-        else
-            pull_and_reduce<T, W, BATCH<W>>(b, in, out, staging, held);
-    }
-#if !defined(AR_MUTATE_NO_END_BARRIER)
-    if (direct) {
-        sync_block();
-        if (b.service) {
-            send_flags(b, AR_OFFSETOF(Signal, done), false);
-            await_done(b, false);
+    if (!b.service)
+#pragma unroll 1
+        for (u32 k = b.first; k < packs; k += b.stride) {
+            Pack v[W];
+#pragma unroll
+            for (int r = 0; r < W; r++)
+                if (r < (int)b.world_size) v[r] = ld_weak_pack(b.window(r) + staging + (u64)k * PACK_BYTES);
+            out.store(k, reduce<T, W>(v, b.world_size, b.call->op));
         }
-        if (hold) {
-            if (sync_block_or(b.failed)) {
-                abandon(b, out);
-                return;
-            }
-            if (!b.service)
-                for (u32 k = b.first; k < packs; k += b.stride)
-                    out.store(k, ld_weak_pack(b.signal + staging + c.staging_part_bytes + (u64)k * PACK_BYTES));
-        }
-    }
-#endif
-    leave(b, out);
+    else
+        advance_absent_blocks(b);
+    sync_block();
+    finish(b);
+}
+
+template <class T, int W, bool EXACT>
+AR_DEV void one_shot_pull(Shared* sh, const Call& call) {
+    Block b;
+    enter(b, sh, &call);
+    if (AR_UNLIKELY((call.flags & CALL_DIRECT) == 0))
+        one_shot_pull_staged<T, W, EXACT>(b);
+    else if (b.service)
+        serve_direct<T, W, EXACT>(b);
+    else
+        pull_direct<T, W, EXACT>(b);
 }
 
 }  // namespace allreduced

@@ -7,15 +7,14 @@
 
 namespace allreduced {
 
-struct Shared {
-    // The start of the control block, then this block's state.
-    u64 words[CONTROL_COPY_BYTES / 8 + sizeof(BlockState) / 8];
-    // Direct sources: absolute address of each rank's input.
-    u64 source[MAX_WORLD_SIZE];
-    AR_DEV const Control& control() const { return *(const Control*)words; }
-    AR_DEV const BlockState& state() const { return *(const BlockState*)(words + CONTROL_COPY_BYTES / 8); }
+// What the service threads tell the data threads of a direct call, before the barrier that ends the wait.
+struct alignas(16) Shared {
+    u64 source[MAX_WORLD_SIZE];  // absolute address of each rank's input
+    u64 dest;                    // where results go: own output, or the staging that holds them
+    u32 whole;                   // packs up to this one are single aligned accesses everywhere
+    u32 verdict;                 // Verdict
 };
-constexpr u32 ENTRY_WORDS = sizeof(Shared::words) / 8;
+enum Verdict : u32 { VERDICT_GO = 0, VERDICT_HOLD = 1, VERDICT_FAILED = 2 };
 
 // Polls between two looks at the abort word and the clock. The first look comes early, so that calls
 // of a dead epoch return at once.
@@ -30,7 +29,8 @@ constexpr u32 FIRST_LOOK = 7;
 struct Block {
     Shared* sh;
     const Call* call;
-    u32 world_size, rank, sequence;
+    u64 control;   // address of the rank's Control
+    u32 world_size, rank, epoch, sequence;
     u32 threads;   // data threads of the block
     bool service;  // this thread belongs to the service threads...
     u32 lane;      // ...and is number `lane` of them
@@ -40,29 +40,48 @@ struct Block {
     u64 dest;      // own output: address
     u32 expected;  // signature of this call
     u32 turn, dirty_input_packs, dirty_result_packs;  // of the BlockState this call leaves
+    u32 turn_before, dirty_input_packs_before, dirty_result_packs_before;  // of the one it found
     u32 polls;
     u64 wait_start_ns;
     bool failed;
-    u64 entry_word;  // this thread's part of the control block, on its way to shared memory
+    // On their way from the control block: its first words, the block's state, `failed`, a service thread's peer.
+    Pack head, state;
+    u32 failed_word;
+    u64 peer_window, peer_arena;
 #if AR_CUDA && defined(AR_TRACE)
     long long stamps[8];
 #endif
 
     AR_DEV u32 parity() const { return sequence & 1u; }
-    AR_DEV const Control& control() const { return sh->control(); }
-    AR_DEV u64 control_word(u64 offset) const { return call->control + offset; }
+    AR_DEV u64 control_u64(u64 offset) const { return ld_weak_u64(control + offset); }
+    AR_DEV u64 window(u32 r) const { return control_u64(AR_OFFSETOF(Control, window) + 8 * r); }
+    AR_DEV u64 arena(u32 r) const { return control_u64(AR_OFFSETOF(Control, arena) + 8 * r); }
+    // A service thread's: on a GPU there is one for each rank.
+#if AR_CUDA
+    AR_DEV u64 service_window(u32) const { return peer_window; }
+    AR_DEV u64 service_arena(u32) const { return peer_arena; }
+#else
+    u64 service_window(u32 r) const { return window(r); }
+    u64 service_arena(u32 r) const { return arena(r); }
+#endif
 };
+static_assert(AR_OFFSETOF(Control, abi_version) == 0 && AR_OFFSETOF(Control, world_size) == 4 && AR_OFFSETOF(Control, rank) == 8 &&
+                  AR_OFFSETOF(Control, epoch) == 12 && AR_OFFSETOF(BlockState, sequence) == 0 && AR_OFFSETOF(BlockState, turn) == 4,
+              "head and state are read as packs");
 
-AR_DEV u64 entry_address(const Call& call, u32 word) {
-    constexpr u32 COPIED = CONTROL_COPY_BYTES / 8;
-    return call.control + (word < COPIED ? 8 * word : AR_OFFSETOF(Control, blocks) + block_x() * sizeof(BlockState) + 8 * (word - COPIED));
+// Offset and size of a region of the windows.
+struct Region {
+    u64 offset, bytes;
+};
+AR_DEV Region ld_region(const Block& b, u64 which) {
+    const Pack p = ld_weak_pack(b.control + which);
+    return {p.w[0] | (u64)p.w[1] << 32, p.w[2] | (u64)p.w[3] << 32};
 }
 
-// Starts loading the control block, one word a thread. The caller may load its first packs before
-// enter_wait(), which puts it in shared memory, so that both loads' latencies overlap.
 AR_DEV void enter(Block& b, Shared* sh, const Call* call) {
     b.sh = sh;
     b.call = call;
+    b.control = call->control;
     b.threads = block_dim() - SERVICE_THREADS;
     const u32 t = thread_x();
     b.service = t >= b.threads;
@@ -71,9 +90,31 @@ AR_DEV void enter(Block& b, Shared* sh, const Call* call) {
     b.stride = grid_x() * b.threads;
     b.polls = 0;
     b.wait_start_ns = 0;
+    b.failed = false;
     wait_for_previous_kernel();
     AR_STAMP(b, 0);
-    if (t < ENTRY_WORDS) b.entry_word = ld_weak_u64(entry_address(*call, t));
+}
+
+// Starts loading the control block: every thread for itself, from lines that the first one brings into the
+// multiprocessor's cache. The caller may load more before enter_wait(), so that all latencies overlap.
+template <bool DIRECT>
+AR_DEV void enter_load(Block& b) {
+    b.head = ld_weak_pack(b.control);
+    b.state = ld_weak_pack(b.control + AR_OFFSETOF(Control, blocks) + block_x() * sizeof(BlockState));
+    b.failed_word = ld_weak_u32(b.control + AR_OFFSETOF(Control, failed));
+    b.peer_window = b.window(b.lane & (MAX_WORLD_SIZE - 1));  // and all others' are in that line
+    b.peer_arena = DIRECT ? b.arena(b.lane & (MAX_WORLD_SIZE - 1)) : 0;
+}
+
+// Every rank's window, for the data threads of a pull; two in one access.
+template <int W>
+AR_DEV void ld_windows(const Block& b, u64 (&windows)[W]) {
+#pragma unroll
+    for (int r = 0; r < W; r += 2) {
+        const Pack p = ld_weak_pack(b.control + AR_OFFSETOF(Control, window) + 8 * r);
+        windows[r] = p.w[0] | (u64)p.w[1] << 32;
+        windows[r + 1] = p.w[2] | (u64)p.w[3] << 32;
+    }
 }
 
 // The source address where it does not depend on the control block, else 0.
@@ -82,68 +123,70 @@ AR_DEV bool source_is_address(const Call& call) { return (call.flags & CALL_SRC_
 // EXACT: the instance serves world_size W only, a constant from here on; else any up to W.
 template <class T, int W, bool EXACT>
 AR_DEV void enter_wait(Block& b, u32 algorithm) {
-    if (thread_x() < ENTRY_WORDS) b.sh->words[thread_x()] = b.entry_word;
-#if !AR_CUDA  // a block on a GPU has at least 64 threads
-    for (u32 i = thread_x() + block_dim(); i < ENTRY_WORDS; i += block_dim()) b.sh->words[i] = ld_weak_u64(entry_address(*b.call, i));
-#endif
-    sync_block();
-    const Control& c = b.control();
-    const BlockState& state = b.sh->state();
-    b.world_size = EXACT ? (u32)W : c.world_size;
-    b.rank = c.rank;
-    b.sequence = state.sequence + 1;
-    b.expected = (b.call->signature ^ c.epoch * 0x85ebca6bu) + (algorithm << 8 | T::DTYPE) * 0x9e3779b1u;
-    b.failed = c.failed != 0;
-    b.turn = state.turn;
-    b.dirty_input_packs = state.dirty_input_packs;
-    b.dirty_result_packs = state.dirty_result_packs;
+    b.world_size = EXACT ? (u32)W : b.head.w[1];
+    b.rank = b.head.w[2];
+    b.epoch = b.head.w[3];
+    b.sequence = b.state.w[0] + 1;
+    b.turn = b.turn_before = b.state.w[1];
+    b.dirty_input_packs = b.dirty_input_packs_before = b.state.w[2];
+    b.dirty_result_packs = b.dirty_result_packs_before = b.state.w[3];
+    b.expected = (b.call->signature ^ b.epoch * 0x85ebca6bu) + (algorithm << 8 | T::DTYPE) * 0x9e3779b1u;
+    b.failed = b.failed_word != 0;
     const u32 me = b.rank & (MAX_WORLD_SIZE - 1);
-    b.signal = c.window[me];
-    b.source = b.call->src + (source_is_address(*b.call) ? 0 : c.arena[me]);
-    b.dest = b.call->dst + ((b.call->flags & CALL_DST_IN_ARENA) == 0 ? 0 : c.arena[me]);
+    b.signal = b.window(me);
+}
+// Addresses of the own tensors, for those who need them: the arena costs one more load.
+AR_DEV void find_tensors(Block& b) {
+    b.source = b.call->src;
+    b.dest = b.call->dst;
+    if (AR_UNLIKELY((b.call->flags & (CALL_SRC_IN_ARENA | CALL_DST_IN_ARENA)) != 0)) {
+        const u64 arena = b.arena(b.rank & (MAX_WORLD_SIZE - 1));
+        if (b.call->flags & CALL_SRC_IN_ARENA) b.source += arena;
+        if (b.call->flags & CALL_DST_IN_ARENA) b.dest += arena;
+    }
 }
 
 // Ends the epoch on every rank: own and peers' abort words, own status word. Any number of threads and
 // ranks may do so at once; each word names a rank at fault, the last writer's stays.
 // SYNC: abort (relaxed both ways: the word carries all it says)
-AR_DEV_COLD void spread_abort(const Shared* sh, u64 word) {
-    const Control& c = sh->control();
+AR_DEV_COLD void spread_abort(u64 control, u64 word) {
+    const u32 world_size = ld_weak_u32(control + AR_OFFSETOF(Control, world_size));
 #pragma unroll 1
-    for (u32 r = 0; r < c.world_size && r < MAX_WORLD_SIZE; r++)
-        st_relaxed_u64(c.window[r] + AR_OFFSETOF(Signal, abort), word);
-    st_relaxed_u64(c.status, word);
+    for (u32 r = 0; r < world_size && r < MAX_WORLD_SIZE; r++)
+        st_relaxed_u64(ld_weak_u64(control + AR_OFFSETOF(Control, window) + 8 * r) + AR_OFFSETOF(Signal, abort), word);
+    st_relaxed_u64(ld_weak_u64(control + AR_OFFSETOF(Control, status)), word);
 }
-AR_DEV void raise_on_all(const Shared* sh, u32 sequence, u32 reason, u32 blamed) {
-    spread_abort(sh, abort_word(reason, blamed, sh->control().epoch, sequence));
+AR_DEV_COLD void raise_on_all(u64 control, u32 sequence, u32 reason, u32 blamed) {
+    spread_abort(control, abort_word(reason, blamed, ld_weak_u32(control + AR_OFFSETOF(Control, epoch)), sequence));
 }
 AR_DEV void raise(Block& b, u32 reason, u32 blamed) {
-    raise_on_all(b.sh, b.sequence, reason, blamed);
+    raise_on_all(b.control, b.sequence, reason, blamed);
     b.failed = true;
 }
 
 // Passes an abort on before acting on it: whoever then reads what this rank's caller does to its
 // buffers after the failed call finds its own abort word set.
 // SYNC: abort
-AR_DEV bool aborted(const Shared* sh, u64 signal) {
+AR_DEV bool aborted(u64 control, u64 signal) {
     const u64 word = ld_relaxed_u64(signal + AR_OFFSETOF(Signal, abort));
-    if (word == 0) return false;
-    spread_abort(sh, word);
+    if (AR_LIKELY(word == 0)) return false;
+    spread_abort(control, word);
     return true;
 }
 
 // The look behind give_up: at the abort word, then at the clock. Returns when the wait began, or
 // WAIT_OVER. By value, so that the caller's state stays in registers.
 constexpr u64 WAIT_OVER = ~0ull;
-AR_DEV_COLD u64 look(const Shared* sh, u64 signal, u32 sequence, u64 wait_start_ns, u32 waiting_for) {
-    if (aborted(sh, signal)) return WAIT_OVER;
+AR_DEV_COLD u64 look(u64 control, u64 signal, u32 sequence, u64 wait_start_ns, u32 waiting_for) {
+    if (aborted(control, signal)) return WAIT_OVER;
     const u64 now = now_ns();
     if (wait_start_ns == 0) return now;
-    if (now - wait_start_ns <= sh->control().timeout_ns) return wait_start_ns;
+    if (now - wait_start_ns <= ld_weak_u64(control + AR_OFFSETOF(Control, timeout_ns))) return wait_start_ns;
 #if defined(AR_MUTATE_NO_DEADLINE)
     (void)sequence, (void)waiting_for;
     return wait_start_ns;
 #else
-    raise_on_all(sh, sequence, REASON_TIMEOUT, waiting_for);
+    raise_on_all(control, sequence, REASON_TIMEOUT, waiting_for);
     return WAIT_OVER;
 #endif
 }
@@ -151,8 +194,8 @@ AR_DEV_COLD u64 look(const Shared* sh, u64 signal, u32 sequence, u64 wait_start_
 // One more poll found nothing. True: stop waiting, the call has failed.
 AR_DEV bool give_up(Block& b, u32 waiting_for) {
     pause();
-    if ((b.polls++ & (LOOK_EVERY - 1)) != FIRST_LOOK) return false;
-    const u64 start = look(b.sh, b.signal, b.sequence, b.wait_start_ns, waiting_for);
+    if (AR_LIKELY((b.polls++ & (LOOK_EVERY - 1)) != FIRST_LOOK)) return false;
+    const u64 start = look(b.control, b.signal, b.sequence, b.wait_start_ns, waiting_for);
     if (start == WAIT_OVER) return b.failed = true;
     b.wait_start_ns = start;
     return false;
@@ -161,29 +204,45 @@ AR_DEV bool give_up(Block& b, u32 waiting_for) {
 // Host-side mistakes end in an error on every rank, not in a wild access: before a block touches any
 // window. (Block size and registers are bounded by the launch itself, grid.x <= MAX_BLOCKS by the host.)
 template <int W, bool EXACT>
-AR_DEV void check_call(Block& b, u32 packs, u64 capacity_packs) {
-    const Control& c = b.control();
-    const bool fits = EXACT ? c.world_size == (u32)W : c.world_size - 1u < (u32)W;
-    if (c.abi_version == ABI_VERSION && fits && packs <= capacity_packs && b.call->num_packs <= MAX_PACKS) return;
+AR_DEV void check_call(Block& b, u32 packs, u64 capacity_bytes) {
+    const u32 abi = b.head.w[0], world_size = b.head.w[1];
+    const bool fits = EXACT ? world_size == (u32)W : world_size - 1u < (u32)W;
+    if (AR_LIKELY(abi == ABI_VERSION && fits && (u64)packs * PACK_BYTES <= capacity_bytes && b.call->num_packs <= MAX_PACKS)) return;
     b.failed = true;
-    if (c.abi_version == ABI_VERSION) raise_on_all(b.sh, b.sequence, REASON_BAD_CALL, c.rank);
+    if (abi == ABI_VERSION && b.service && b.lane == 0) raise_on_all(b.control, b.sequence, REASON_BAD_CALL, b.rank);
+}
+
+// The state after this call, of every block that this call does not have: block 0's service threads, when
+// they have nothing else to do. The blocks of this call store their own when they have finished (leave). The next kernel sees
+// it: kernel boundary.
+AR_DEV BlockState next_state(const Block& b) { return {b.sequence, b.turn, b.dirty_input_packs, b.dirty_result_packs}; }
+AR_DEV void store_state(u64 control, u32 block, const BlockState& s) {
+    st_finished_pack(control + AR_OFFSETOF(Control, blocks) + block * sizeof(BlockState),
+                     Pack{{s.sequence, s.turn, s.dirty_input_packs, s.dirty_result_packs}});
+}
+AR_DEV void advance_absent_blocks(Block& b) {
+    if (block_x() != 0) return;
+#pragma unroll 1
+    for (u32 block = grid_x() + b.lane; block < MAX_BLOCKS; block += SERVICE_THREADS) store_state(b.control, block, next_state(b));
+    if (b.lane == 0) st_weak_u32(b.control + AR_OFFSETOF(Control, abandoned) + 4 * ((b.sequence + 1) & 1), 0);
 }
 
 // Service threads, first thing, block 0 for all: hello to every peer.
 // SYNC: header
+template <bool DIRECT>
 AR_DEV void greet(Block& b) {
     if (block_x() != 0 || b.failed) return;
-    const Control& c = b.control();
-    const bool direct = (b.call->flags & CALL_DIRECT) != 0;
     const u64 header = AR_OFFSETOF(Signal, header) + (b.parity() * MAX_WORLD_SIZE + b.rank) * sizeof(Header);
+    const u64 hello = ((u64)b.expected << 32) | b.sequence;
+    const u64 offset = DIRECT ? b.call->src - (source_is_address(*b.call) ? b.arena(b.rank) : 0) : 0;
 #pragma unroll 1
     for (u32 r = b.lane; r < b.world_size; r += SERVICE_THREADS) {
-        st_after_boundary_u64(c.window[r] + header, ((u64)b.expected << 32) | b.sequence);
-        if (direct) {
-            const u64 offset = b.source - c.arena[b.rank];
-            st_after_boundary_u64(c.window[r] + header + AR_OFFSETOF(Header, source_lo), (offset << 32) | b.sequence);
-            st_after_boundary_u64(c.window[r] + header + AR_OFFSETOF(Header, source_hi),
-                                  (offset & 0xffffffff00000000ull) | b.sequence);
+        const u64 to = b.service_window(r) + header;
+        if (DIRECT) {
+            st_after_boundary_u64x2(to, hello, (offset << 32) | b.sequence);
+            st_after_boundary_u64(to + AR_OFFSETOF(Header, source_hi), (offset & 0xffffffff00000000ull) | b.sequence);
+        } else {
+            st_after_boundary_u64(to, hello);
         }
     }
 }
@@ -194,86 +253,66 @@ AR_DEV u64 flag_address(u64 window, u64 which, u32 block, u32 source) {
 }
 AR_DEV bool flag_is_old(u32 v, u32 sequence) { return (int)(v - sequence) < 0; }
 
-// A header word that is not what this rank sent itself: not there yet, or the end of the call.
-AR_DEV void judge_header(Block& b, u64 word, u32 from) {
-    const int ahead = (int)((u32)word - b.sequence);
-    if (ahead > 0)
-        raise(b, REASON_SEQUENCE, from);
-    else if (ahead == 0 && (u32)(word >> 32) != b.expected)
-        raise(b, REASON_MISMATCH, from);
-}
-
 // Service threads: each looks after one rank (the harness' few after several) and one more after the
 // abort word; their first loads go out together, so the wait costs one round trip where everything
 // has arrived. Waits for the rank's header; with READY also for its ready flag for this block; with
-// direct sources puts their addresses in shared memory.
+// DIRECT puts the sources' addresses in shared memory, and returns whether one of them is not that of a pack.
 // SYNC: header, ready
-template <bool READY>
-AR_DEV void meet(Block& b) {
-    const bool direct = (b.call->flags & CALL_DIRECT) != 0;
+template <bool DIRECT, bool READY>
+AR_DEV bool meet(Block& b) {
     const u64 headers = b.signal + AR_OFFSETOF(Signal, header) + b.parity() * MAX_WORLD_SIZE * sizeof(Header);
+    bool odd = false;
 #pragma unroll 1
     for (u32 r = b.lane; r <= b.world_size; r += SERVICE_THREADS) {
         const bool is_rank = r < b.world_size;
         const u64 address = is_rank ? headers + r * sizeof(Header) : b.signal + AR_OFFSETOF(Signal, abort);
         const u64 want = is_rank ? ((u64)b.expected << 32) | b.sequence : 0;
-        if (!direct && !READY) {  // the hot path: nothing but one word
-            u64 word = ld_relaxed_u64(address);
-            while ((word != want || (is_rank && AR_WAIT_SITE(b.rank, WAIT_HEADER))) && is_rank && !b.failed) {
-                judge_header(b, word, r);
-                if (b.failed || give_up(b, r)) break;
+        const u64 flag = flag_address(b.signal, AR_OFFSETOF(Signal, ready), block_x(), r & (MAX_WORLD_SIZE - 1));
+        u64 word, lo = 0, hi = 0;
+        while (true) {
+            bool here = true;
+            if (DIRECT) {
+                ld_header_u64x2(address, word, lo);
+                hi = ld_header_u64(address + AR_OFFSETOF(Header, source_hi));
+                here = (u32)lo == b.sequence && (u32)hi == b.sequence;
+            } else {
                 word = ld_relaxed_u64(address);
             }
-            if (!is_rank && word != 0) {
-                spread_abort(b.sh, word);
-                b.failed = true;
-            }
-            continue;
-        }
-        const u64 flag = flag_address(b.signal, AR_OFFSETOF(Signal, ready), block_x(), r & (MAX_WORLD_SIZE - 1));
-        u64 word, lo = b.sequence, hi = b.sequence;
-        u32 ready = b.sequence;
-        while (true) {
-            word = ld_acquire_u64(address);
-            if (direct && is_rank) {
-                lo = ld_acquire_u64(address + AR_OFFSETOF(Header, source_lo));
-                hi = ld_acquire_u64(address + AR_OFFSETOF(Header, source_hi));
-            }
-            if (READY) ready = ld_acquire_u32(flag);
-            if (!is_rank || b.failed) break;
-            if (word == want && (u32)lo == b.sequence && (u32)hi == b.sequence && !flag_is_old(ready, b.sequence) &&
-                !AR_WAIT_SITE(b.rank, WAIT_HEADER) && !(READY && AR_WAIT_SITE(b.rank, WAIT_READY)))
+            if (READY) here = !flag_is_old(ld_acquire_u32(flag), b.sequence);
+            if (AR_WAIT_SITE(b.rank, WAIT_HEADER) || (READY && AR_WAIT_SITE(b.rank, WAIT_READY))) here = false;
+            if ((here && word == want) || !is_rank || b.failed) break;
+            // Neither there nor of an older call: the end of this one.
+            const int ahead = (int)((u32)word - b.sequence);
+            if (AR_UNLIKELY(ahead >= 0 && word != want)) {
+                raise(b, ahead > 0 ? REASON_SEQUENCE : REASON_MISMATCH, r);
                 break;
-            judge_header(b, word, r);
-            if (b.failed || give_up(b, r)) break;
-        }
-        if (!is_rank) {
-            if (word != 0) {
-                spread_abort(b.sh, word);
-                b.failed = true;
             }
-        } else if (direct) {
-            b.sh->source[r] = b.control().arena[r] + (lo >> 32 | (hi & 0xffffffff00000000ull));
+            if (give_up(b, r)) break;
+        }
+        if (AR_UNLIKELY(!is_rank && word != 0)) {
+            spread_abort(b.control, word);
+            b.failed = true;
+        }
+        if (DIRECT && is_rank) {
+            const u64 source = b.service_arena(r) + (lo >> 32 | (hi & 0xffffffff00000000ull));
+            b.sh->source[r] = source;
+            odd |= (source & (PACK_BYTES - 1)) != 0;
         }
     }
+    return odd;
 }
 
 // Service threads: tells every peer that this block has done with `which`, then waits for theirs, and
-// looks at the abort word in the same breath. RELEASE: the flag publishes what the block wrote; else it
-// only says that the block has read.
+// looks at the abort word in the same breath. The flag publishes what the block wrote.
 // SYNC: ready, done
-AR_DEV void send_flags(Block& b, u64 which, bool release) {
-    const Control& c = b.control();
+AR_DEV void send_flags(Block& b, u64 which) {
 #pragma unroll 1
     for (u32 r = b.lane; r < b.world_size && !b.failed; r += SERVICE_THREADS) {
-        const u64 flag = flag_address(c.window[r], which, block_x(), b.rank);
-        if (release)
-            st_release_u32(flag, b.sequence);
-        else
-            st_after_reads_u32(flag, b.sequence);
+        const u64 flag = flag_address(b.service_window(r), which, block_x(), b.rank);
+        st_release_u32(flag, b.sequence);
     }
 }
-AR_DEV void await_done(Block& b, bool acquire) {
+AR_DEV void await_done(Block& b) {
 #pragma unroll 1
     for (u32 r = b.lane; r <= b.world_size; r += SERVICE_THREADS) {
         const bool is_rank = r < b.world_size;
@@ -282,10 +321,10 @@ AR_DEV void await_done(Block& b, bool acquire) {
             // The abort word's lane too: a peer that has failed may have returned, and its caller
             // overwritten a direct input after this block read it; it set this abort word before.
             const u64 word = ld_relaxed_u64(b.signal + AR_OFFSETOF(Signal, abort));
-            const u32 v = acquire ? ld_acquire_u32(flag) : ld_before_end_u32(flag);
+            const u32 v = ld_acquire_u32(flag);
             if (!is_rank || b.failed) {
-                if (word != 0) {
-                    spread_abort(b.sh, word);
+                if (AR_UNLIKELY(word != 0)) {
+                    spread_abort(b.control, word);
                     b.failed = true;
                 }
                 break;
@@ -293,6 +332,42 @@ AR_DEV void await_done(Block& b, bool acquire) {
             if (!flag_is_old(v, b.sequence) && !AR_WAIT_SITE(b.rank, WAIT_DONE)) break;
             if (give_up(b, r)) break;
         }
+    }
+}
+
+// The end of a direct call, by the service threads: when the block has read, tells every peer so and waits until
+// they have. Gone through twice: the first time before the barrier, without effect, to have the code at hand.
+// SYNC: done
+AR_DEV void meet_again(Block& b) {
+    for (u32 go = opaque(0);; go = opaque(1)) {
+        if (go) sync_block();
+#pragma unroll 1
+        for (u32 r = b.lane; r <= b.world_size; r += SERVICE_THREADS) {
+            const bool is_rank = r < b.world_size;
+            if (is_rank && go) st_after_reads_u32(flag_address(b.service_window(r), AR_OFFSETOF(Signal, done), block_x(), b.rank), b.sequence);
+        }
+#pragma unroll 1
+        for (u32 r = b.lane; r <= b.world_size; r += SERVICE_THREADS) {
+            const bool is_rank = r < b.world_size;
+            const u64 flag = flag_address(b.signal, AR_OFFSETOF(Signal, done), block_x(), r & (MAX_WORLD_SIZE - 1));
+            while (true) {
+                // The abort word's lane too: a peer that has failed may have returned, and its caller
+                // overwritten a direct input after this block read it; it set this abort word before.
+                const u64 word = ld_relaxed_u64(b.signal + AR_OFFSETOF(Signal, abort));
+                const u32 v = ld_before_end_u32(flag);
+                if (!go) break;
+                if (!is_rank || b.failed) {
+                    if (AR_UNLIKELY(word != 0)) {
+                        spread_abort(b.control, word);
+                        b.failed = true;
+                    }
+                    break;
+                }
+                if (!flag_is_old(v, b.sequence) && !AR_WAIT_SITE(b.rank, WAIT_DONE)) break;
+                if (give_up(b, r)) break;
+            }
+        }
+        if (go) break;
     }
 }
 
@@ -305,47 +380,29 @@ AR_DEV void begin_turn(Block& b, u32 input_packs, u32 result_packs) {
 
 // Service threads, one of them: the abort word once.
 AR_DEV void check_abort(Block& b) {
-    if (b.lane == SERVICE_THREADS - 1 && aborted(b.sh, b.signal)) b.failed = true;
+    if (b.lane == SERVICE_THREADS - 1 && aborted(b.control, b.signal)) b.failed = true;
 }
 
-// The state after this call, of every block that this call does not have: block 0's service threads.
-// The blocks of this call store their own when they have finished (finish). The next kernel sees it:
-// kernel boundary.
-AR_DEV BlockState next_state(const Block& b) { return {b.sequence, b.turn, b.dirty_input_packs, b.dirty_result_packs}; }
-AR_DEV void store_state(u64 control, u32 block, const BlockState& s) {
-    const u64 a = control + AR_OFFSETOF(Control, blocks) + block * sizeof(BlockState);
-    st_weak_u32(a + AR_OFFSETOF(BlockState, turn), s.turn);
-    st_weak_u64(a + AR_OFFSETOF(BlockState, dirty_input_packs), s.dirty_input_packs | (u64)s.dirty_result_packs << 32);
-    st_finished_u32(a + AR_OFFSETOF(BlockState, sequence), s.sequence);
-}
-AR_DEV void advance_absent_blocks(Block& b) {
-    if (!b.service || block_x() != 0) return;
-#pragma unroll 1
-    for (u32 block = grid_x() + b.lane; block < MAX_BLOCKS; block += SERVICE_THREADS) store_state(b.call->control, block, next_state(b));
-    if (b.lane == 0) st_weak_u32(b.control_word(AR_OFFSETOF(Control, abandoned) + 4 * ((b.sequence + 1) & 1)), 0);
-}
-
-// All threads of a block whose call failed. Other blocks may have had all they needed and be writing
-// good values still, so wait until each has finished or failed; then one block fills the whole output
-// with NaN.
+// The service threads of a block whose call failed, after a barrier behind the block's last store to the
+// output. Other blocks may have had all they needed and be writing good values still, so wait until each has
+// finished or failed; then one block fills the whole output with NaN.
 // SYNC: finished
 template <class T>
-AR_DEV_COLD void abandon_call(u64 control, u64 timeout_ns, BlockState next, u64 dest, u64 num_elems, u32 num_packs) {
-    sync_block();
+AR_DEV_COLD void abandon_call(u64 control, u32 lane, BlockState next, u64 dest, u64 num_elems, u32 num_packs) {
     if (block_x() == 0) {  // as advance_absent_blocks, which a call that fails early has not reached
-        for (u32 block = grid_x() + thread_x(); block < MAX_BLOCKS; block += block_dim()) store_state(control, block, next);
-        if (thread_x() == 0) st_weak_u32(control + AR_OFFSETOF(Control, abandoned) + 4 * ((next.sequence + 1) & 1), 0);
+        for (u32 block = grid_x() + lane; block < MAX_BLOCKS; block += SERVICE_THREADS) store_state(control, block, next);
+        if (lane == 0) st_weak_u32(control + AR_OFFSETOF(Control, abandoned) + 4 * ((next.sequence + 1) & 1), 0);
     }
     bool fill = false;
-    if (thread_x() == 0) {
+    if (lane == 0) {
         store_state(control, block_x(), next);
-        const u64 start = now_ns();
+        const u64 start = now_ns(), timeout_ns = ld_weak_u64(control + AR_OFFSETOF(Control, timeout_ns));
         for (u32 block = 0; block < grid_x(); block++) {
             const u64 a = control + AR_OFFSETOF(Control, blocks) + block * sizeof(BlockState);
             while (ld_finished_u32(a) != next.sequence && now_ns() - start < timeout_ns) pause();
         }
 #if AR_CUDA
-        // st_finished_u32 is relaxed on the GPU; stores issued before it by another block land well within this.
+        // st_finished_pack is relaxed on the GPU; stores issued before it by another block land well within this.
         const u64 settle = now_ns();
         while (now_ns() - settle < 100000) {
         }
@@ -353,36 +410,44 @@ AR_DEV_COLD void abandon_call(u64 control, u64 timeout_ns, BlockState next, u64 
         fill = abandon_add(control + AR_OFFSETOF(Control, abandoned) + 4 * (next.sequence & 1)) == 0;
         if (fill) st_weak_u32(control + AR_OFFSETOF(Control, failed), 1);
     }
-    if (!sync_block_or(fill)) return;
-    const Tensor<T> out = peer_tensor<T>(dest, num_elems);
+    if (!service_any(fill)) return;
+    const Tensor<T> out(dest, num_elems, dest % PACK_BYTES ? 0 : (u32)(num_elems / T::ELEMS));
     Pack nan;
 #pragma unroll
     for (int i = 0; i < 4; i++) nan.w[i] = T::NAN_WORD;
 #pragma unroll 1
-    for (u32 k = thread_x(); k < num_packs; k += block_dim()) out.store(k, nan);
+    for (u32 k = lane; k < num_packs; k += SERVICE_THREADS) out.store(k, nan);
+}
+// All threads, right behind a barrier.
+AR_DEV u64 output_address(const Block& b) {
+    return b.call->dst + (b.call->flags & CALL_DST_IN_ARENA ? b.arena(b.rank & (MAX_WORLD_SIZE - 1)) : 0);
 }
 template <class T>
-AR_DEV void abandon(Block& b, const Tensor<T>& out) {
-    abandon_call<T>(b.call->control, b.control().timeout_ns, next_state(b), out.base, out.num_elems, b.call->num_packs);
+AR_DEV void abandon(Block& b) {
+    if (b.service) abandon_call<T>(b.control, b.lane, next_state(b), output_address(b), b.call->num_elems, b.call->num_packs);
 }
 
-// End of every call: all threads, after their last access.
+// End of a call, behind a barrier that follows the block's last access.
 // SYNC: finished
-template <class T>
-AR_DEV void leave(Block& b, const Tensor<T>& out) {
-    if (sync_block_or(b.failed)) {
-        abandon(b, out);
-        return;
-    }
+AR_DEV void finish(Block& b) {
 #if defined(AR_MUTATE_EMPTY_CALL_STAYS)
     if (b.call->num_elems == 0) return;
 #endif
-    if (thread_x() == 0) store_state(b.call->control, block_x(), next_state(b));
+    if (b.service && b.lane == 0) store_state(b.control, block_x(), next_state(b));
 #if AR_CUDA && defined(AR_TRACE)
     AR_STAMP(b, 6);
     if (block_x() == 0 && (thread_x() == 0 || (b.service && b.lane == 0)))
         for (int i = 0; i < 7; i++) st_relaxed_u64(b.signal + 20480 + (b.service ? 64 : 0) + 8 * i, (u64)b.stamps[i]);
 #endif
+}
+// The same where a thread may have failed since the last such barrier.
+template <class T>
+AR_DEV void leave(Block& b) {
+    if (AR_UNLIKELY(sync_block_or(b.failed))) {
+        abandon<T>(b);
+        return;
+    }
+    finish(b);
 }
 
 // Waits until in-band packs have arrived: all that `wanted(u, r)` names, from `address(u, r)`, into v.
@@ -431,12 +496,12 @@ AR_DEV void await_row(Block& b, Pack (&v)[W], Wanted wanted, Address address, [[
         if (AR_WAIT_SITE(b.rank, site)) any = true;
         if (!any || b.failed) return;
         pause();
-        if ((b.polls++ & (LOOK_EVERY - 1)) == FIRST_LOOK) {
+        if (AR_UNLIKELY((b.polls++ & (LOOK_EVERY - 1)) == FIRST_LOOK)) {
             u32 from = 0;
 #pragma unroll
             for (int r = W - 1; r >= 0; r--)
                 if (missing[r]) from = r;
-            const u64 start = look(b.sh, b.signal, b.sequence, b.wait_start_ns, from);
+            const u64 start = look(b.control, b.signal, b.sequence, b.wait_start_ns, from);
             b.wait_start_ns = start;
             if (start == WAIT_OVER) {
                 b.failed = true;

@@ -19,6 +19,33 @@ namespace allreduced {
 
 AR_DEV u32 slice_packs(u32 packs, u32 world_size) { return world_size ? (packs + world_size - 1) / world_size : 0; }
 
+// Index i of every slice, from this rank's input and to its output. Straight through where all of them are
+// aligned and whole; what does not exist is left out.
+template <class T, int W>
+AR_DEV void load_column(const Block& b, const Tensor<T>& in, Pack (&v)[W], u32 slice, u32 i) {
+    if (AR_LIKELY((b.world_size - 1) * slice + i < in.whole_packs)) {
+#pragma unroll
+        for (int s = 0; s < W; s++)
+            if (s < (int)b.world_size) v[s] = ld_weak_pack(in.base + (u64)(s * slice + i) * PACK_BYTES);
+    } else {
+#pragma unroll
+        for (int s = 0; s < W; s++)
+            if (s < (int)b.world_size && s * slice + i < b.call->num_packs) v[s] = in.load(s * slice + i);
+    }
+}
+template <class T, int W>
+AR_DEV void store_column(const Block& b, const Tensor<T>& out, const Pack (&v)[W], u32 slice, u32 i) {
+    if (AR_LIKELY((b.world_size - 1) * slice + i < out.whole_packs)) {
+#pragma unroll
+        for (int s = 0; s < W; s++)
+            if (s < (int)b.world_size && s != (int)b.rank) st_weak_pack(out.base + (u64)(s * slice + i) * PACK_BYTES, v[s]);
+    } else {
+#pragma unroll
+        for (int s = 0; s < W; s++)
+            if (s < (int)b.world_size && s != (int)b.rank && s * slice + i < b.call->num_packs) out.store(s * slice + i, v[s]);
+    }
+}
+
 // Both phases in-band in the receiver's window, destinations rotated by rank, no flag and no barrier
 // between ranks. Inputs arrive in the lower half of the source's slot, results in the upper half of
 // the owner's. Receivers empty what they have read; slots alternate by sequence parity.
@@ -28,19 +55,21 @@ template <class T, int W, bool EXACT>
 AR_DEV void two_shot_push(Shared* sh, const Call& call) {
     Block b;
     enter(b, sh, &call);
+    enter_load<false>(b);
+    const Region push = ld_region(b, AR_OFFSETOF(Control, push_offset));
     enter_wait<T, W, EXACT>(b, TWO_SHOT_PUSH);
-    const Control& c = b.control();
+    find_tensors(b);
     const Tensor<T> in(b.source, call.num_elems, call.src_whole_packs), out(b.dest, call.num_elems, call.dst_whole_packs);
     const u32 packs = call.num_packs, slice = slice_packs(packs, b.world_size);
-    const u64 slot_bytes = c.push_slot_bytes, half = slot_bytes / 2;
-    const u64 parity_base = c.push_offset + b.parity() * b.world_size * slot_bytes;
-    check_call<W, EXACT>(b, slice, half / PACK_BYTES);
+    const u64 slot_bytes = push.bytes, half = slot_bytes / 2;
+    const u64 parity_base = push.offset + b.parity() * b.world_size * slot_bytes;
+    check_call<W, EXACT>(b, slice, half);
     const u64 mine = b.signal + parity_base;
     const u32 my_slice = b.rank * slice;
 
     if (b.service) {
-        greet(b);
-        meet<false>(b);
+        greet<false>(b);
+        meet<false, false>(b);
     } else if (!b.failed) {
 #pragma unroll 1
         for (u32 i = b.first; i < slice; i += b.stride) {
@@ -56,7 +85,7 @@ AR_DEV void two_shot_push(Shared* sh, const Call& call) {
                 u32 to = b.rank + j;
                 if (to >= b.world_size) to -= b.world_size;
                 if (j < (int)b.world_size && to * slice + i < packs)  // SYNC: push-data
-                    st_relaxed_pack(c.window[to] + parity_base + b.rank * slot_bytes + (u64)i * PACK_BYTES, without_empty<T>(v[j]));
+                    st_relaxed_pack(b.window(to) + parity_base + b.rank * slot_bytes + (u64)i * PACK_BYTES, without_empty<T>(v[j]));
             }
         }
     }
@@ -73,12 +102,11 @@ AR_DEV void two_shot_push(Shared* sh, const Call& call) {
                 b, v, [&](int r) { return r != (int)b.rank; }, [&](int r) { return mine + r * slot_bytes + (u64)i * PACK_BYTES; }, WAIT_INPUT);  // SYNC: push-data
         }
         if (first_round) {
-            const bool bad = sync_block_or(b.failed);
-            advance_absent_blocks(b);
-            if (bad) {
-                abandon(b, out);
+            if (AR_UNLIKELY(sync_block_or(b.failed))) {
+                abandon<T>(b);
                 return;
             }
+            if (b.service) advance_absent_blocks(b);
             first_round = false;
         }
         if (!busy || b.failed) break;
@@ -88,7 +116,7 @@ AR_DEV void two_shot_push(Shared* sh, const Call& call) {
             u32 to = b.rank + j;
             if (to >= b.world_size) to -= b.world_size;
             if (j < (int)b.world_size)  // SYNC: push-result
-                st_relaxed_pack(c.window[to] + parity_base + b.rank * slot_bytes + half + (u64)i * PACK_BYTES, result);
+                st_relaxed_pack(b.window(to) + parity_base + b.rank * slot_bytes + half + (u64)i * PACK_BYTES, result);
         }
         out.store(my_slice + i, result);
 #if !defined(AR_MUTATE_NO_CLEAR)
@@ -115,7 +143,49 @@ AR_DEV void two_shot_push(Shared* sh, const Call& call) {
             }
         }
     }
-    leave(b, out);
+    leave<T>(b);
+}
+
+// Direct: this rank's slice of everybody's input, reduced into `results` and the output. True: the call has
+// failed.
+// SYNC: header, pull-result
+template <class T, int W>
+AR_DEV bool reduce_direct_slice(Block& b, const Tensor<T>& out, u32 my_slice, u32 mine, u64 results) {
+    bool odd = false;
+    if (b.service) {
+        greet<true>(b);
+        odd = meet<true, false>(b);
+    }
+    u32 whole = (u32)(out.num_elems / T::ELEMS);
+    if (AR_UNLIKELY(sync_block_or(b.failed || odd))) {
+        if (sync_block_or(b.failed)) return true;
+        whole = 0;
+    }
+    if (!b.service) {
+#pragma unroll 1
+        for (u32 i = b.first; i < mine; i += b.stride) {
+            const u32 k = my_slice + i;
+            Pack v[W];
+            if (AR_LIKELY(k < whole)) {
+#pragma unroll
+                for (int r = 0; r < W; r++)
+                    if (r < (int)b.world_size) v[r] = ld_peer_pack(b.sh->source[r] + (u64)k * PACK_BYTES);
+            } else {
+#pragma unroll
+                for (int r = 0; r < W; r++)
+                    if (r < (int)b.world_size) v[r] = load_peer<T>(b.sh->source[r], out.num_elems, k);
+            }
+            const Pack result = reduce<T, W>(v, b.world_size, b.call->op);
+            st_dependent_pack(results + (u64)i * PACK_BYTES, result);  // SYNC: pull-result
+            out.store(k, result);
+        }
+    } else {
+        advance_absent_blocks(b);
+    }
+    sync_block();
+    // As in one_shot_pull, after the last direct read and while the others fetch results.
+    if (b.service) check_abort(b);
+    return false;
 }
 
 // Inputs are pulled: in place where direct (the header says they are ready), else polled in-band in
@@ -128,92 +198,80 @@ AR_DEV void two_shot_pull_inband(Shared* sh, const Call& call) {
     Block b;
     enter(b, sh, &call);
     const bool direct = (call.flags & CALL_DIRECT) != 0;
+    enter_load<true>(b);
+    const Region inband = ld_region(b, AR_OFFSETOF(Control, inband_offset));
+    u64 windows[W];
+    ld_windows(b, windows);
     enter_wait<T, W, EXACT>(b, TWO_SHOT_PULL_INBAND);
-    const Control& c = b.control();
+    find_tensors(b);
     const Tensor<T> in(b.source, call.num_elems, call.src_whole_packs), out(b.dest, call.num_elems, call.dst_whole_packs);
     const u32 packs = call.num_packs, slice = slice_packs(packs, b.world_size);
-    check_call<W, EXACT>(b, direct ? slice : packs, c.inband_part_bytes / PACK_BYTES);
+    check_call<W, EXACT>(b, direct ? slice : packs, inband.bytes);
     begin_turn(b, direct ? 0 : packs, slice);
-    const u64 slot = c.inband_offset + (b.turn & 3) * 2 * c.inband_part_bytes;
-    const u64 results = slot + c.inband_part_bytes;
-    const u32 my_slice = b.rank * slice;
+    const u64 slot = inband.offset + (b.turn & 3) * 2 * inband.bytes;
+    const u64 results = slot + inband.bytes;
+    const u32 my_slice = b.rank * slice, mine = my_slice < packs ? (packs - my_slice < slice ? packs - my_slice : slice) : 0;
 
-    if (b.service) {
-        greet(b);
-        meet<false>(b);
-    } else if (!b.failed && !direct) {
-#pragma unroll 1
-        for (u32 i = b.first; i < slice; i += b.stride) {
-            Pack v[W];
-#pragma unroll
-            for (int s = 0; s < W; s++)
-                if (s < (int)b.world_size && s != (int)b.rank && s * slice + i < packs) v[s] = in.load(s * slice + i);
-#pragma unroll
-            for (int s = 0; s < W; s++)
-                if (s < (int)b.world_size && s != (int)b.rank && s * slice + i < packs)  // SYNC: pull-data
-                    st_relaxed_pack(b.signal + slot + (u64)(s * slice + i) * PACK_BYTES, without_empty<T>(v[s]));
-        }
-    }
     if (direct) {
-        const bool bad = sync_block_or(b.failed);
-        advance_absent_blocks(b);
-        if (bad) {
-            abandon(b, out);
+        if (reduce_direct_slice<T, W>(b, out, my_slice, mine, b.signal + results)) {
+            abandon<T>(b);
             return;
         }
-    }
-    bool first_round = !direct;
+    } else {
+        if (b.service) {
+            greet<false>(b);
+            meet<false, false>(b);
+        } else if (!b.failed) {
 #pragma unroll 1
-    for (u32 i = b.first;; i += b.stride) {
-        const bool busy = !b.service && i < slice && my_slice + i < packs && !b.failed;
-        const u32 k = my_slice + i;
-        Pack v[W];
-        if (busy) {
-            const Pack own = in.load(k);
+            for (u32 i = b.first; i < slice; i += b.stride) {
+                Pack v[W];
+                load_column<T, W>(b, in, v, slice, i);
 #pragma unroll
-            for (int r = 0; r < W; r++) v[r] = own;  // stays where r is this rank
-            if (direct) {
+                for (int s = 0; s < W; s++)
+                    if (s < (int)b.world_size && s != (int)b.rank && s * slice + i < packs)  // SYNC: pull-data
+                        st_relaxed_pack(b.signal + slot + (u64)(s * slice + i) * PACK_BYTES, without_empty<T>(v[s]));
+            }
+        }
+        bool first_round = true;
+#pragma unroll 1
+        for (u32 i = b.first;; i += b.stride) {
+            const bool busy = !b.service && i < mine && !b.failed;
+            const u32 k = my_slice + i;
+            Pack v[W];
+            if (busy) {
+                const Pack own = in.load(k);
 #pragma unroll
-                for (int r = 0; r < W; r++)
-                    if (r < (int)b.world_size && r != (int)b.rank) v[r] = peer_tensor<T>(sh->source[r], call.num_elems).load(k);
-            } else {
+                for (int r = 0; r < W; r++) v[r] = own;  // stays where r is this rank
                 await_row<false, W>(
-                b, v, [&](int r) { return r != (int)b.rank; }, [&](int r) { return c.window[r] + slot + (u64)k * PACK_BYTES; }, WAIT_INPUT);  // SYNC: pull-data
+                    b, v, [&](int r) { return r != (int)b.rank; }, [&](int r) { return windows[r] + slot + (u64)k * PACK_BYTES; }, WAIT_INPUT);  // SYNC: pull-data
             }
-        }
-        if (first_round) {
-            const bool bad = sync_block_or(b.failed);
-            advance_absent_blocks(b);
-            if (bad) {
-                abandon(b, out);
-                return;
+            if (first_round) {
+                if (AR_UNLIKELY(sync_block_or(b.failed))) {
+                    abandon<T>(b);
+                    return;
+                }
+                if (b.service) advance_absent_blocks(b);
+                first_round = false;
             }
-            first_round = false;
+            if (!busy || b.failed) break;
+            const Pack result = reduce<T, W>(v, b.world_size, call.op);
+            st_dependent_pack(b.signal + results + (u64)i * PACK_BYTES, result);  // SYNC: pull-result
+            out.store(k, result);
         }
-        if (!busy || b.failed) break;
-        const Pack result = reduce<T, W>(v, b.world_size, call.op);
-        st_dependent_pack(b.signal + results + (u64)i * PACK_BYTES, result);  // SYNC: pull-result
-        out.store(k, result);
-    }
-    if (direct) {
-        sync_block();
-        if (b.service) check_abort(b);  // as in one_shot_pull, while the others fetch results
     }
     if (!b.service) {
-        clear_previous_turn(b);
+        clear_previous_turn(b, inband);  // while the others' results are on their way
 #pragma unroll 1
         for (u32 i = b.first; i < slice && !b.failed; i += b.stride) {
             Pack v[W] = {};
-            const auto wanted = [&](int r) { return r < (int)b.world_size && r != (int)b.rank && r * slice + i < packs; };
             await_row<true, W>(
-                b, v, wanted, [&](int r) { return c.window[r] + results + (u64)i * PACK_BYTES; }, WAIT_RESULT);  // SYNC: pull-result
+                b, v, [&](int r) { return r != (int)b.rank && r * slice + i < packs; }, [&](int r) { return windows[r] + results + (u64)i * PACK_BYTES; },
+                WAIT_RESULT);  // SYNC: pull-result
             if (b.failed) break;
-#pragma unroll
-            for (int r = 0; r < W; r++)
-                if (wanted(r)) out.store(r * slice + i, v[r]);
+            store_column<T, W>(b, out, v, slice, i);
         }
     }
-    leave(b, out);
+    leave<T>(b);
 }
 
 // Flag arrival in both phases, data pulled. Staged: input to own staging, `ready` flag per block,
@@ -227,89 +285,79 @@ AR_DEV void two_shot_pull(Shared* sh, const Call& call) {
     Block b;
     enter(b, sh, &call);
     const bool direct = (call.flags & CALL_DIRECT) != 0;
+    enter_load<true>(b);
+    const Region region = ld_region(b, AR_OFFSETOF(Control, staging_offset));
     enter_wait<T, W, EXACT>(b, TWO_SHOT_PULL);
-    const Control& c = b.control();
+    find_tensors(b);
     const Tensor<T> in(b.source, call.num_elems, call.src_whole_packs), out(b.dest, call.num_elems, call.dst_whole_packs);
     const u32 packs = call.num_packs, slice = slice_packs(packs, b.world_size);
-    check_call<W, EXACT>(b, direct ? slice : packs, c.staging_part_bytes / PACK_BYTES);
-    const u64 staging = c.staging_offset + b.parity() * 2 * c.staging_part_bytes;
-    const u64 results = staging + c.staging_part_bytes;
-    const u32 my_slice = b.rank * slice;
+    check_call<W, EXACT>(b, direct ? slice : packs, region.bytes);
+    const u64 staging = region.offset + b.parity() * 2 * region.bytes;
+    const u64 results = staging + region.bytes;
+    const u32 my_slice = b.rank * slice, mine = my_slice < packs ? (packs - my_slice < slice ? packs - my_slice : slice) : 0;
 
-    if (b.service) greet(b);
-    if (!direct) {
-        if (!b.service && !b.failed)
+    bool bad;
+    if (direct) {
+        bad = reduce_direct_slice<T, W>(b, out, my_slice, mine, b.signal + results);
+    } else {
+        if (b.service) {
+            greet<false>(b);
+        } else if (!b.failed) {
 #pragma unroll 1
             for (u32 i = b.first; i < slice; i += b.stride) {
                 Pack v[W];
+                load_column<T, W>(b, in, v, slice, i);
 #pragma unroll
                 for (int s = 0; s < W; s++)
-                    if (s < (int)b.world_size && s != (int)b.rank && s * slice + i < packs) v[s] = in.load(s * slice + i);
-#pragma unroll
-                for (int s = 0; s < W; s++)
-                    if (s < (int)b.world_size && s != (int)b.rank && s * slice + i < packs)
-                        st_weak_pack(b.signal + staging + (u64)(s * slice + i) * PACK_BYTES, v[s]);
+                    if (s < (int)b.world_size && s * slice + i < packs) st_weak_pack(b.signal + staging + (u64)(s * slice + i) * PACK_BYTES, v[s]);
             }
+        }
         sync_block();
-    }
-    if (b.service) {
-        if (direct) {
-            meet<false>(b);
-        } else {
-            send_flags(b, AR_OFFSETOF(Signal, ready), true);
-            meet<true>(b);
+        if (b.service) {
+            send_flags(b, AR_OFFSETOF(Signal, ready));
+            meet<false, true>(b);
         }
-    }
-    bool bad = sync_block_or(b.failed);
-    advance_absent_blocks(b);
-    if (bad) {
-        abandon(b, out);
-        return;
-    }
-    if (!b.service) {
+        bad = sync_block_or(b.failed);
+        if (b.service && !bad) advance_absent_blocks(b);
+        if (!b.service && !bad) {
 #pragma unroll 1
-        for (u32 i = b.first; i < slice && my_slice + i < packs; i += b.stride) {
-            const u32 k = my_slice + i;
-            Pack v[W];
+            for (u32 i = b.first; i < mine; i += b.stride) {
+                Pack v[W];
 #pragma unroll
-            for (int r = 0; r < W; r++) {
-                if (r >= (int)b.world_size) continue;
-                if (r == (int)b.rank)
-                    v[r] = in.load(k);
-                else if (direct)
-                    v[r] = peer_tensor<T>(sh->source[r], call.num_elems).load(k);
-                else
-                    v[r] = ld_weak_pack(c.window[r] + staging + (u64)k * PACK_BYTES);
+                for (int r = 0; r < W; r++)
+                    if (r < (int)b.world_size) v[r] = ld_weak_pack(b.window(r) + staging + (u64)(my_slice + i) * PACK_BYTES);
+                const Pack result = reduce<T, W>(v, b.world_size, call.op);
+                st_weak_pack(b.signal + results + (u64)i * PACK_BYTES, result);
+                out.store(my_slice + i, result);
             }
-            const Pack result = reduce<T, W>(v, b.world_size, call.op);
-            st_weak_pack(b.signal + results + (u64)i * PACK_BYTES, result);
-            out.store(k, result);
         }
+    }
+    if (AR_UNLIKELY(bad)) {
+        abandon<T>(b);
+        return;
     }
     sync_block();
     if (b.service) {
-        send_flags(b, AR_OFFSETOF(Signal, done), true);
-        await_done(b, true);
+        send_flags(b, AR_OFFSETOF(Signal, done));
+        await_done(b);
     }
-    bad = sync_block_or(b.failed);
-    if (bad) {
-        abandon(b, out);
+    if (AR_UNLIKELY(sync_block_or(b.failed))) {
+        abandon<T>(b);
         return;
     }
     if (!b.service) {
 #pragma unroll 1
         for (u32 i = b.first; i < slice; i += b.stride) {
-            Pack v[W];
+            Pack v[W] = {};
 #pragma unroll
             for (int s = 0; s < W; s++)
                 if (s < (int)b.world_size && s != (int)b.rank && s * slice + i < packs)
-                    v[s] = ld_weak_pack(c.window[s] + results + (u64)i * PACK_BYTES);
-#pragma unroll
-            for (int s = 0; s < W; s++)
-                if (s < (int)b.world_size && s != (int)b.rank && s * slice + i < packs) out.store(s * slice + i, v[s]);
+                    v[s] = ld_weak_pack(b.window(s) + results + (u64)i * PACK_BYTES);
+            store_column<T, W>(b, out, v, slice, i);
         }
     }
-    leave(b, out);
+    sync_block();
+    finish(b);
 }
 
 }  // namespace allreduced

@@ -114,6 +114,8 @@ inline bool sync_block_or(bool v) {
     if (t.thread_x == 0) t.block->any[(phase + 2) % 3].store(0, std::memory_order_relaxed);
     return any;
 }
+inline u32 opaque(u32 v) { return v; }
+inline bool service_any(bool v) { return v; }
 inline void wait_for_previous_kernel() {}
 inline u64 now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 inline void pause() { sched_yield(); }
@@ -133,9 +135,17 @@ inline void st_release_u32(u64 a, u32 v) { std::atomic_ref<u32>(*(u32*)a).store(
 // Here a "kernel" begins and ends at an ordinary barrier of its rank's threads, which peers do not take
 // part in: what the GPU's kernel boundary gives for nothing is a release and an acquire.
 inline void st_after_boundary_u64(u64 a, u64 v) { std::atomic_ref<u64>(*(u64*)a).store(v, std::memory_order_release); }
+inline void st_after_boundary_u64x2(u64 a, u64 v0, u64 v1) {
+    st_after_boundary_u64(a + 8, v1);
+    st_after_boundary_u64(a, v0);
+}
+inline u64 ld_header_u64(u64 a) { return ld_acquire_u64(a); }
+inline void ld_header_u64x2(u64 a, u64& v0, u64& v1) {
+    v0 = ld_acquire_u64(a);
+    v1 = ld_acquire_u64(a + 8);
+}
 inline void st_after_reads_u32(u64 a, u32 v) { st_release_u32(a, v); }
 inline u32 ld_before_end_u32(u64 a) { return ld_acquire_u32(a); }
-inline void st_finished_u32(u64 a, u32 v) { st_release_u32(a, v); }
 inline u32 abandon_add(u64 a) { return std::atomic_ref<u32>(*(u32*)a).fetch_add(1, std::memory_order_acq_rel); }
 inline u32 ld_finished_u32(u64 a) { return ld_acquire_u32(a); }
 

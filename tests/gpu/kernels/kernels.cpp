@@ -5,6 +5,8 @@
 //   kernels IMAGE processes N        one process per rank (MPS): changing inputs, overwritten at once
 //   kernels IMAGE bench N [tune|best] [FLOOR_IMAGE]   one process per rank, graphs of 122 calls
 //   kernels IMAGE fused N [tune|best]   the same in one launch per call
+//   kernels IMAGE compare N LIST IMAGE...   bench for several images in turn, in the same processes; LIST: lines
+//                                    "n variant bytes pdl blocks threads", variant as in VARIANTS
 //
 // Driver API only. Needs a device; run says "skipped: no GPU" where there is none.
 #include <cuda.h>
@@ -80,16 +82,21 @@ struct Device {
         CU(cuModuleLoad(&module, image));
         CU(cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, dev));
     }
-    CUfunction get(const char* kernel, u32 dtype, u32 n) {
+    static std::string entry(const char* kernel, u32 dtype, u32 n) {
         const std::string world = n == 2 || n == 4 || n == 8 ? "n" + std::to_string(n) : n < 4 ? "w4" : n < 8 ? "w8" : "w16";
-        const std::string name = std::string("allreduced_") + kernel + "_" + DTYPES[dtype] + "_" + world;
+        return std::string("allreduced_") + kernel + "_" + DTYPES[dtype] + "_" + world;
+    }
+    CUfunction get(const char* kernel, u32 dtype, u32 n) {
+        const std::string name = entry(kernel, dtype, n);
         CUfunction& f = functions[name];
         if (!f) CU(cuModuleGetFunction(&f, module, name.c_str()));
         return f;
     }
     // Blocks of this shape that can be resident at once: what a launch of waiting ranks must not exceed.
     long resident_blocks(CUfunction f, u32 block_threads) {
-        int per_sm = 0;
+        int per_sm = 0, most = 0;
+        CU(cuFuncGetAttribute(&most, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, f));
+        if ((int)block_threads > most) return 0;
         CU(cuOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, f, (int)block_threads, 0));
         return (long)per_sm * sms;
     }
@@ -669,6 +676,70 @@ int bench_rank(const char* image, const char* floor_image, u32 n, u32 rank, Boar
     return failures != 0;
 }
 
+// The configurations of a list under each image, three times in turn so that a drift of the machine meets all
+// alike; prints the middle times, and their ratios to the first image's.
+int compare_rank(const char* image, const char* list, const std::vector<const char*>& others, u32 n, u32 rank, Board* board) {
+    Peer p(image, bench_geometry(n), rank, board);
+    std::vector<CUmodule> modules = {p.d.module};
+    for (const char* other : others) {
+        modules.emplace_back();
+        CU(cuModuleLoad(&modules.back(), other));
+    }
+    const CUdeviceptr src = p.arena(), dst = p.arena() + (16 << 20);
+    bench_input(src, rank, (16 << 20) / 2);
+    FILE* f = fopen(list, "r");
+    if (!f) return 1;
+    char line[256];
+    int variant, pdl;
+    u64 bytes;
+    Shape s;
+    u32 world;
+    while (fgets(line, sizeof line, f)) {
+        if (sscanf(line, "%u %d %llu %d %u %u", &world, &variant, &bytes, &pdl, &s.blocks, &s.threads) != 6 || world != n) continue;
+        const Variant& v = VARIANTS[variant];
+        std::vector<std::vector<double>> us(modules.size());
+        std::string row;
+        for (int round = 0; round < 3; round++)
+            for (size_t m = 0; m < modules.size(); m++) {
+                CUfunction kernel;
+                if (cuModuleGetFunction(&kernel, modules[m], Device::entry(v.kernel, DTYPE_BF16, n).c_str()) != CUDA_SUCCESS) continue;
+                if (p.d.resident_blocks(kernel, s.threads + SERVICE) < (long)n * s.blocks * (pdl ? 2 : 1)) continue;  // the same on every rank
+                if (round == 0) CU(cuMemsetD8(dst, 0xcc, bytes));
+                CU(cuCtxSynchronize());
+                ::meet(board, n);
+                Launch l;
+                memset(&l, 0, sizeof l);
+                l.calls[0] = complete({p.control, v.direct ? (u64)0 : (u64)src, (u64)dst, bytes / 2, OP_SUM, v.direct ? CALL_DIRECT | CALL_SRC_IN_ARENA : 0}, 2, s);
+                board->median[rank] = time_graph(p.d, kernel, s, 1, l, pdl, 11);
+                board->bad[rank] = round == 0 ? verify(dst, n, bytes / 2) : 0;
+                if (*(volatile u64*)p.status) board->bad[rank] = -1;
+                ::meet(board, n);
+                double worst = 0;
+                for (u32 r = 0; r < n; r++) {
+                    worst = std::max(worst, board->median[r]);
+                    if (rank == 0 && board->bad[r])
+                        FAIL("compare n=%u %s %llu B %ux%u image %zu: wrong output (status %llx)", n, v.name, bytes, s.blocks, s.threads, m, *(u64*)p.status);
+                    if (board->bad[r] == -1) board->failed = 1;
+                }
+                us[m].push_back(worst);
+                ::meet(board, n);
+            }
+        for (auto& t : us) {
+            char cell[64] = "         -        ";
+            std::sort(t.begin(), t.end());
+            if (t.size()) snprintf(cell, sizeof cell, " %8.2f", t[1]);
+            if (t.size() && &t != &us[0] && us[0].size()) snprintf(cell + 9, sizeof cell - 9, " (x%4.2f)", t[1] / us[0][1]);
+            row += cell;
+        }
+        if (rank == 0) printf("ROW compare   N=%-2u %-9s %-25s%-4s %3u x %-3u %s\n", n, size_name(bytes), v.name, pdl ? " pdl" : "", s.blocks, s.threads, row.c_str());
+    }
+    fclose(f);
+    if (rank == 0) printf("SUMMARY compare N=%u: %s\n", n, failures ? "FAILED" : "passed");
+    fflush(stdout);
+    ::meet(board, n);
+    return failures != 0;
+}
+
 // With an image built with -DAR_TRACE: cycles between the stages of the one-shots, one data and one
 // service thread of block 0 of each rank, means over graph replays.
 int trace_rank(const char* image, u32 n, u32 rank, Board* board) {
@@ -800,8 +871,8 @@ int main(int argc, char** argv) {
         const pid_t pid = fork();
         if (pid == 0) {
             alarm(300);
-            FILE* csv = r == 0 && argc > 6 ? fopen(argv[6], "a") : nullptr;
-            const int rc = mode == "trace" ? trace_rank(image, n, r, board) : mode == "bench" ? bench_rank(image, argc > 5 && argv[5][0] ? argv[5] : nullptr, n, r, board, tune, csv) : processes_rank(image, n, r, board);
+            FILE* csv = r == 0 && argc > 6 && mode == "bench" ? fopen(argv[6], "a") : nullptr;
+            const int rc = mode == "trace" ? trace_rank(image, n, r, board) : mode == "compare" ? compare_rank(image, argv[4], std::vector<const char*>(argv + 5, argv + argc), n, r, board) : mode == "bench" ? bench_rank(image, argc > 5 && argv[5][0] ? argv[5] : nullptr, n, r, board, tune, csv) : processes_rank(image, n, r, board);
             if (csv) fclose(csv);
             fflush(stdout);
             _exit(rc);

@@ -1,5 +1,5 @@
-//! CUDA, as far as executor and client share it: devices by UUID, contexts, and the memory and events that
-//! cross a process border.
+//! CUDA, as far as executor and client share it: devices by UUID, contexts, the memory that crosses a process
+//! border, and flags in it that order streams of two processes.
 //!
 //! Owns the driver calls and their guards: every guard frees what it names, in the context it was made in.
 //! Only executors and the client's `cuda` feature call it; nothing here runs unless [`Driver::get`] found a
@@ -20,11 +20,11 @@ use std::sync::{Arc, OnceLock};
 /// A device address, in a context of this process.
 pub type DevicePtr = u64;
 
-/// Length of an IPC handle of memory or of an event, bytes.
+/// Length of an IPC handle of memory, bytes.
 pub const IPC_HANDLE_LEN: usize = 64;
 
-/// Oldest driver that has every function used here: CUDA 11.4 (cuDeviceGetUuid_v2).
-const OLDEST_DRIVER: c_int = 11_040;
+/// Oldest driver that has every function used here, on every device: CUDA 12.0 (cuStreamWaitValue32_v2).
+const OLDEST_DRIVER: c_int = 12_000;
 
 /// A driver call failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -91,8 +91,8 @@ pub enum Unavailable {
     /// No driver library.
     #[error("no NVIDIA driver: libcuda.so.1 was not found")]
     NoLibrary,
-    /// The driver is older than 11.4.
-    #[error("the NVIDIA driver supports CUDA {}.{}, 11.4 is needed: update it", .0 / 1000, .0 % 1000 / 10)]
+    /// The driver is older than 12.0.
+    #[error("the NVIDIA driver supports CUDA {}.{}, 12.0 is needed: update it", .0 / 1000, .0 % 1000 / 10)]
     TooOld(i32),
     /// The driver does not start.
     #[error("{0}")]
@@ -829,7 +829,7 @@ fn is_ready(result: Result<(), CudaError>) -> Result<bool, CudaError> {
     }
 }
 
-/// An event without timing, of this process or opened from another.
+/// An event without timing, of this process.
 #[derive(Debug)]
 pub struct Event {
     context: Arc<Context>,
@@ -842,60 +842,16 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    fn with_flags(
-        context: &Arc<Context>,
-        flags: sys::CUevent_flags_enum,
-    ) -> Result<Self, CudaError> {
-        let _entered = context.enter()?;
-        let mut raw = ptr::null_mut();
-        // SAFETY: raw is a place for a handle; Drop destroys what is made.
-        unsafe {
-            call!(cuEventCreate(
-                &raw mut raw,
-                sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32 | flags as u32
-            ))
-        }?;
-        Ok(Self {
-            context: Arc::clone(context),
-            raw,
-        })
-    }
-
-    /// An event for this process.
+    /// Makes one.
     ///
     /// # Errors
     /// [`CudaError`].
     pub fn create(context: &Arc<Context>) -> Result<Self, CudaError> {
-        Self::with_flags(context, sys::CUevent_flags_enum::CU_EVENT_DEFAULT)
-    }
-
-    /// An event that other processes can open, and its handle. They must share /dev/shm with this one.
-    ///
-    /// # Errors
-    /// [`CudaError`].
-    pub fn create_shared(
-        context: &Arc<Context>,
-    ) -> Result<(Self, [u8; IPC_HANDLE_LEN]), CudaError> {
-        let event = Self::with_flags(context, sys::CUevent_flags_enum::CU_EVENT_INTERPROCESS)?;
         let _entered = context.enter()?;
-        let mut handle = sys::CUipcEventHandle { reserved: [0; 64] };
-        // SAFETY: handle is a place for one; the event is alive.
-        unsafe { call!(cuIpcGetEventHandle(&raw mut handle, event.raw)) }?;
-        Ok((event, handle.reserved.map(|byte| byte as u8)))
-    }
-
-    /// Opens another process's event.
-    ///
-    /// # Errors
-    /// [`CudaError`].
-    pub fn open(context: &Arc<Context>, handle: [u8; IPC_HANDLE_LEN]) -> Result<Self, CudaError> {
-        let _entered = context.enter()?;
-        let handle = sys::CUipcEventHandle {
-            reserved: handle.map(|byte| byte as _),
-        };
         let mut raw = ptr::null_mut();
-        // SAFETY: raw is a place for a handle; the 64 bytes are checked by the driver.
-        unsafe { call!(cuIpcOpenEventHandle(&raw mut raw, handle)) }?;
+        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: raw is a place for a handle; Drop destroys what is made.
+        unsafe { call!(cuEventCreate(&raw mut raw, flags)) }?;
         Ok(Self {
             context: Arc::clone(context),
             raw,
@@ -910,54 +866,9 @@ impl Event {
     /// # Errors
     /// [`CudaError`].
     pub unsafe fn record_on(&self, stream: *mut c_void) -> Result<(), CudaError> {
-        let entered = self.context.enter()?;
-        // SAFETY: the caller's; the guard is of the event's context.
-        unsafe { self.record_in(&entered, stream) }
-    }
-
-    /// As [`Self::record_on`], with its context current already.
-    ///
-    /// # Safety
-    /// As there; and `entered` is of this event's context.
-    ///
-    /// # Errors
-    /// [`CudaError`].
-    pub unsafe fn record_in(
-        &self,
-        _entered: &Entered<'_>,
-        stream: *mut c_void,
-    ) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
         // SAFETY: the caller's; the event is alive as long as self.
         unsafe { call!(cuEventRecord(self.raw, stream.cast())) }
-    }
-
-    /// Makes the stream wait, on the GPU, for the last record of this event.
-    ///
-    /// # Safety
-    /// `stream` is a live stream of this event's context, or null for its legacy default stream.
-    ///
-    /// # Errors
-    /// [`CudaError`].
-    pub unsafe fn wait_on(&self, stream: *mut c_void) -> Result<(), CudaError> {
-        let entered = self.context.enter()?;
-        // SAFETY: the caller's; the guard is of the event's context.
-        unsafe { self.wait_in(&entered, stream) }
-    }
-
-    /// As [`Self::wait_on`], with its context current already.
-    ///
-    /// # Safety
-    /// As there; and `entered` is of this event's context.
-    ///
-    /// # Errors
-    /// [`CudaError`].
-    pub unsafe fn wait_in(
-        &self,
-        _entered: &Entered<'_>,
-        stream: *mut c_void,
-    ) -> Result<(), CudaError> {
-        // SAFETY: the caller's; the event is alive as long as self.
-        unsafe { call!(cuStreamWaitEvent(stream.cast(), self.raw, 0)) }
     }
 
     /// Whether its last record is done; so is an event that was never recorded.
@@ -976,9 +887,46 @@ impl Drop for Event {
         let Ok(_entered) = self.context.enter() else {
             return;
         };
-        // SAFETY: made or opened by this value and destroyed once; pending waits are not disturbed.
+        // SAFETY: made by this value and destroyed once.
         let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
     }
+}
+
+/// Enqueues a write of `value` to a flag: 4 bytes of device memory, also another process's. What the stream has
+/// done before is visible to who sees it.
+///
+/// # Safety
+/// `stream` is a live stream of the context that is entered, or null for its legacy default stream; `flag` is
+/// mapped there, aligned to 4 bytes, and stays so until the stream has done it.
+///
+/// # Errors
+/// [`CudaError`].
+pub unsafe fn write_flag(
+    _entered: &Entered<'_>,
+    stream: *mut c_void,
+    flag: DevicePtr,
+    value: u32,
+) -> Result<(), CudaError> {
+    // SAFETY: the caller's.
+    unsafe { call!(cuStreamWriteValue32_v2(stream.cast(), flag, value, 0)) }
+}
+
+/// Makes a stream wait, on the GPU, until a flag holds at least `value`, compared modulo 2^32.
+///
+/// # Safety
+/// As [`write_flag`].
+///
+/// # Errors
+/// [`CudaError`].
+pub unsafe fn wait_flag(
+    _entered: &Entered<'_>,
+    stream: *mut c_void,
+    flag: DevicePtr,
+    value: u32,
+) -> Result<(), CudaError> {
+    let at_least = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
+    // SAFETY: the caller's.
+    unsafe { call!(cuStreamWaitValue32_v2(stream.cast(), flag, value, at_least)) }
 }
 
 /// Whether a stream is being captured into a graph.

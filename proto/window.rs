@@ -12,6 +12,21 @@
 //! | `changes` | executor | rank | counts stores to `done` and `ended`; the futex that waiters sleep on |
 //! | `status` | GPU, executor | rank, executor | 0, or the [`Abort`] that a reduction of this rank failed with |
 //!
+//! # Flags
+//!
+//! On backend cuda the arena is GPU memory, and behind it, at its length, are [`FLAGS_LEN_BYTES`] of flags, zero at
+//! first: for each stream that the rank counts, a ready and a done word of 32 bits, at [`ready_flag`] and
+//! [`done_flag`]. They order streams of two processes: written and waited for by the streams themselves
+//! (cuStreamWriteValue32, cuStreamWaitValue32 with "at least", compared modulo 2^32).
+//!
+//! | flag | written by | waited for by | meaning |
+//! | --- | --- | --- | --- |
+//! | ready | the rank's stream | the executor's | the stream has got to its call of this value |
+//! | done | the executor's stream | the rank's | the executor is through with the call of this value |
+//!
+//! Whoever has the memory mapped can let a waiting stream go, which no CUDA event allows: the executor writes
+//! ready flags when an epoch ends, the client writes done flags when its executor is gone.
+//!
 //! The executor never trusts the page: a rank can scribble over its own. What it reads there (`ready`)
 //! it compares with what the rank announced by RPC, and nothing else.
 #![allow(unsafe_code)] // room: shared memory
@@ -161,6 +176,27 @@ impl std::fmt::Display for Abort {
             AbortReason::Unknown(code) => write!(f, "reason {code}, rank {rank}"),
         }
     }
+}
+
+/// Streams of a rank that can have flags.
+pub const MAX_STREAMS: u32 = 64;
+
+/// Length of the flags behind a GPU arena.
+pub const FLAGS_LEN_BYTES: u64 = 64 * MAX_STREAMS as u64;
+
+/// Offset in the flags of a stream's ready word; `stream` counts from 0, below [`MAX_STREAMS`].
+pub const fn ready_flag(stream: u32) -> u64 {
+    64 * stream as u64
+}
+
+/// Offset in the flags of a stream's done word.
+pub const fn done_flag(stream: u32) -> u64 {
+    ready_flag(stream) + 32
+}
+
+/// Whether a flag that holds `found` lets through who waits for `value`: modulo 2^32.
+pub const fn flag_reached(found: u32, value: u32) -> bool {
+    (found.wrapping_sub(value) as i32) >= 0
 }
 
 /// A mapped control page.
@@ -407,6 +443,13 @@ mod tests {
             }
             assert_eq!(waiter.join().unwrap(), Settled::Done);
         });
+    }
+
+    #[test]
+    fn flags_are_compared_modulo_2_to_the_32() {
+        assert!(flag_reached(5, 5) && flag_reached(6, 5) && !flag_reached(4, 5));
+        assert!(flag_reached(1, u32::MAX) && !flag_reached(u32::MAX, 1));
+        assert!(done_flag(MAX_STREAMS - 1) + 4 <= FLAGS_LEN_BYTES);
     }
 
     #[test]

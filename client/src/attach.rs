@@ -34,7 +34,7 @@ use nix::sys::time::{TimeVal, TimeValLike};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
@@ -105,12 +105,24 @@ impl Window {
                 // It may block until kernels of this process are done.
                 let closing = cuda::on_helper_thread(move || {
                     if let Arena::Cuda(arena) = &window.arena {
-                        arena.close();
+                        arena.close(&window.control);
                     }
                 });
                 // If that thread was cut off, so is this one.
                 let _ = closing.await;
             }
+        }
+    }
+}
+
+impl Window {
+    /// The executor is gone: lets go whatever waits for it on a GPU. Blocks until that is done.
+    fn let_go(&self) {
+        match &self.arena {
+            Arena::Host(_) => {}
+            #[cfg(feature = "cuda")]
+            // If the GPU is lost too, nothing waits there any more.
+            Arena::Cuda(arena) => drop(arena.let_go(&self.control)),
         }
     }
 }
@@ -190,6 +202,7 @@ impl Attachment {
                 let runtime = tokio::runtime::Builder::new_current_thread()
                     .enable_all()
                     .build();
+                let mapped = OnceLock::new();
                 let over = match runtime {
                     Ok(runtime) => {
                         let over = runtime.block_on(async {
@@ -197,6 +210,7 @@ impl Attachment {
                                 at,
                                 state: &state,
                                 drain,
+                                window: &mapped,
                             };
                             tokio::select! {
                                 over = member.run(hello, gpu, todo) => over,
@@ -210,6 +224,7 @@ impl Attachment {
                     }
                     Err(error) => Over::Lost(error.to_string()),
                 };
+                let is_lost = matches!(over, Over::Lost(_));
                 // What ended it first stays the reason.
                 state.send_if_modified(|state| {
                     let first = !matches!(state, Membership::Over(_));
@@ -218,6 +233,9 @@ impl Attachment {
                     }
                     first
                 });
+                if let Some(window) = mapped.get().filter(|_| is_lost) {
+                    window.let_go();
+                }
             })?;
         Ok(Self {
             errands,
@@ -257,6 +275,8 @@ struct Member<'a> {
     at: ExecutorAt,
     state: &'a watch::Sender<Membership>,
     drain: watch::Sender<bool>,
+    /// Set once it is mapped.
+    window: &'a OnceLock<Arc<Window>>,
 }
 
 fn lost(error: impl std::fmt::Display) -> Over {
@@ -332,7 +352,10 @@ impl Member<'_> {
                                 .unwrap_or_else(|error| Err(Unmapped::Window(error.to_string())));
                             match mapped {
                                 Ok(mapped) => {
-                                    window = Some(Arc::new(mapped));
+                                    let mapped = Arc::new(mapped);
+                                    // Joined comes once.
+                                    let _ = self.window.set(Arc::clone(&mapped));
+                                    window = Some(mapped);
                                     if is_cuda {
                                         send(FromRank::Mapped(Mapped::default()));
                                     }

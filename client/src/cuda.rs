@@ -1,7 +1,7 @@
 //! Backend cuda: tensors in GPU memory, reduced in the order of a CUDA stream.
 //!
-//! Owns the rank's mapping of its arena, the table from addresses to buffers, and for each stream a ring of
-//! events that it shares with the executor. Workers call it through [`Communicator`]; membership calls it to
+//! Owns the rank's mapping of its arena, the table from addresses to buffers, and for each stream the
+//! flags by which it and the executor's wait for each other. Workers call it through [`Communicator`]; membership calls it to
 //! map and unmap the window. Refuses to give slices (addresses are the GPU's), to synchronise the host with
 //! the GPU, and to be captured into a graph (lane `rpc` has the executor launch).
 //!
@@ -46,15 +46,17 @@ use crate::communicator::{
     ANSWER_GRACE, AllReduceOptions, Communicator, Reduction, bounded, buffer_error, cut_off,
     reduction, within,
 };
-use crate::error::{AllReduceError, BufferError, Refused};
+use crate::error::{AllReduceError, BufferError};
 use allreduce_contract::cuda::{
-    Context, Driver, Event, IPC_HANDLE_LEN, ImportedMemory, Relaxed, Stream, allocation_around,
-    export, is_capturing, is_idle, relax_capture_mode,
+    Context, Driver, IPC_HANDLE_LEN, ImportedMemory, Relaxed, Stream, allocation_around, export,
+    is_capturing, is_idle, relax_capture_mode, wait_flag, write_flag,
 };
-use allreduce_contract::v1::collectives_client::CollectivesClient;
 use allreduce_contract::v1::{
-    self, AllReduceRequest, BufferRange, CloseStreamRequest, CudaMemory, Joined, OpenStreamRequest,
-    RegionKind, RegisterRequest, ReleaseRequest,
+    self, AllReduceRequest, BufferRange, CudaMemory, Joined, RegionKind, RegisterRequest,
+    ReleaseRequest,
+};
+use allreduce_contract::window::{
+    Control, FLAGS_LEN_BYTES, MAX_STREAMS, done_flag, flag_reached, ready_flag,
 };
 use allreduce_contract::{Backend, Dtype, Op};
 use std::collections::BTreeMap;
@@ -62,14 +64,15 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::sync::{OwnedMutexGuard, mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
-use tonic::transport::Channel;
 
 pub use allreduce_contract::cuda::{CudaError, Device, NotShareable, Unavailable};
 
-/// Most reductions that a stream may have in flight; fewer if the executor's `max_in_flight` is.
-const LONGEST_RING: u32 = 32;
+/// Most reductions that a communicator may have enqueued and not done.
+const MAX_QUEUED: u64 = 64;
+/// How long closing the arena waits for streams to get past it.
+const DRAIN_TIMEOUT: Duration = Duration::from_millis(1500);
 /// How long a call that waits for the GPU looks again and again; after that it sleeps in between.
 const SPIN: Duration = Duration::from_micros(100);
 /// How long it sleeps: tokio's clock has no finer tick.
@@ -141,6 +144,7 @@ pub(crate) struct Arena {
     len_bytes: u64,
     /// None once closed.
     memory: Mutex<Option<ImportedMemory>>,
+    in_flight: Mutex<Vec<InFlight>>,
 }
 
 impl Arena {
@@ -168,9 +172,10 @@ impl Arena {
             .map_err(|e| e.to_string())?;
         let len_bytes = region.len_bytes;
         let mapped = memory.len_bytes();
-        if len_bytes < 8 || mapped < len_bytes {
+        let needed = len_bytes.saturating_add(FLAGS_LEN_BYTES);
+        if len_bytes < 8 || mapped < needed {
             return Err(format!(
-                "the arena has {len_bytes} bytes, of which {mapped} are mapped"
+                "the arena and its flags have {needed} bytes, of which {mapped} are mapped"
             ));
         }
         let arena = Self {
@@ -178,6 +183,7 @@ impl Arena {
             start: memory.start(),
             len_bytes,
             memory: Mutex::new(Some(memory)),
+            in_flight: Mutex::default(),
         };
         arena.prove(joined.nonce)?;
         Ok(arena)
@@ -202,8 +208,64 @@ impl Arena {
         stream.synchronize().map_err(text)
     }
 
-    /// Unmaps it. The executor may free it only then.
-    pub(crate) fn close(&self) {
+    fn flags_start(&self) -> u64 {
+        self.start + self.len_bytes
+    }
+
+    /// Notes a reduction that a stream is about to wait for, and forgets those that are done.
+    fn note(&self, control: &Control, in_flight: InFlight) {
+        let mut all = locked(&self.in_flight);
+        all.retain(|earlier| control.settled(earlier.sequence).is_none());
+        all.push(in_flight);
+    }
+
+    /// The executor is gone: no stream shall wait for it. Fills with NaN what will not be reduced any more, then
+    /// writes the done flags in its place. To be called on a thread of the client's own.
+    pub(crate) fn let_go(&self, control: &Control) -> Result<(), CudaError> {
+        let memory = locked(&self.memory);
+        let mut all = std::mem::take(&mut *locked(&self.in_flight));
+        all.retain(|one| control.settled(one.sequence).is_none());
+        if memory.is_none() || all.is_empty() {
+            return Ok(());
+        }
+        let _relaxed = Relaxed::begin()?;
+        let stream = Stream::create(&self.context)?;
+        let mut flags = vec![0; usize::try_from(FLAGS_LEN_BYTES).unwrap_or(0)];
+        // SAFETY: the flags are mapped as long as `memory`, whose lock is held.
+        unsafe { stream.download(self.flags_start(), &mut flags) }?;
+        let found = |place: u32| {
+            let at = usize::try_from(done_flag(place)).unwrap_or(usize::MAX);
+            let word = flags.get(at..).and_then(|rest| rest.first_chunk::<4>());
+            word.map_or(0, |word| u32::from_le_bytes(*word))
+        };
+        all.retain(|one| !flag_reached(found(one.place), one.value));
+        for one in &all {
+            // SAFETY: all_reduce_on's caller promises that nothing touches dst until the reduction is done.
+            unsafe { stream.fill(one.dst, 0xff, one.len_bytes) }?;
+        }
+        stream.synchronize()?;
+        // In order: the last value of a place lets all of its waits go.
+        for one in &all {
+            let flag = self.flags_start() + done_flag(one.place);
+            // SYNC: done flag, in the executor's place.
+            // SAFETY: as for the download.
+            unsafe { stream.upload(flag, &one.value.to_le_bytes()) }?;
+        }
+        stream.synchronize()
+    }
+
+    /// Unmaps it, once no stream waits for its flags any more, or after a while. The executor may free it only
+    /// then.
+    pub(crate) fn close(&self, control: &Control) {
+        let deadline = std::time::Instant::now() + DRAIN_TIMEOUT;
+        let is_waited_for = || {
+            let all = locked(&self.in_flight);
+            all.iter()
+                .any(|one| control.settled(one.sequence).is_none())
+        };
+        while is_waited_for() && std::time::Instant::now() < deadline {
+            std::thread::sleep(PAUSE);
+        }
         drop(locked(&self.memory).take());
     }
 }
@@ -357,122 +419,71 @@ impl fmt::Debug for DeviceBuffer {
     }
 }
 
-/// Which slot of a stream comes next, and the call that used each last.
+/// Which flags each stream of the worker has, and how far it has counted on them.
 #[derive(Debug)]
-struct Turn {
-    next: usize,
-    /// Sequence numbers by slot; 0 for a slot not used yet.
-    used: Vec<u64>,
+struct Streams {
+    /// By handle: the place of its flags.
+    places: BTreeMap<usize, u32>,
+    /// By place: the value of the last call. It goes on counting when the place changes hands.
+    counted: Vec<u32>,
 }
 
-impl Turn {
-    fn new(slots: usize) -> Self {
+impl Default for Streams {
+    fn default() -> Self {
         Self {
-            next: 0,
-            used: vec![0; slots],
+            places: BTreeMap::new(),
+            counted: vec![0; MAX_STREAMS as usize],
         }
-    }
-
-    /// The next slot, and the call that used it last.
-    fn peek(&self) -> Option<(usize, u64)> {
-        Some((self.next, *self.used.get(self.next)?))
-    }
-
-    /// The next slot is used by this call.
-    fn advance(&mut self, sequence: u64) {
-        if let Some(used) = self.used.get_mut(self.next) {
-            *used = sequence;
-        }
-        self.next = (self.next + 1) % self.used.len().max(1);
     }
 }
 
-/// One place in a stream's ring.
-#[derive(Debug)]
-struct Slot {
-    /// Of this process: recorded before each call.
-    ready: Event,
-    /// The executor's: recorded behind each reduction.
-    done: Event,
-}
-
-/// The executor's side of a stream.
-#[derive(Debug)]
-struct Ring {
-    stream_id: u64,
-    slots: Vec<Slot>,
-}
-
-impl Ring {
-    async fn open(
-        context: Arc<Context>,
-        mut collectives: CollectivesClient<Channel>,
-        session: u64,
-        num_slots: u32,
-    ) -> Result<Self, AllReduceError> {
-        let thread = AllReduceError::Thread;
-        let own = Arc::clone(&context);
-        let events = on_helper_thread(move || {
-            let events = (0..num_slots).map(|_| Event::create_shared(&own));
-            events.collect::<Result<Vec<_>, _>>()
-        });
-        let events = events
-            .await
-            .map_err(thread)?
-            .map_err(AllReduceError::Cuda)?;
-        let (ready, ready_handles): (Vec<_>, Vec<_>) = events
-            .into_iter()
-            .map(|(event, handle)| (event, handle.to_vec()))
-            .unzip();
-        let request = OpenStreamRequest {
-            session,
-            ready_handles,
-        };
-        let opened = bounded(collectives.open_stream(request))
-            .await
-            .map_err(|status| AllReduceError::from_refused(Refused::new(&status)))?
-            .into_inner();
-        let (stream_id, answered) = (opened.stream_id, opened.done_handles.len());
-        if answered != ready.len() {
-            // A defect of the executor, which keeps the stream until the session ends.
-            return Err(AllReduceError::ExecutorLost(format!(
-                "it answered {answered} events for {} slots",
-                ready.len()
-            )));
+impl Streams {
+    /// The place of a stream's flags; none if all are taken.
+    fn place(&mut self, key: usize) -> Option<u32> {
+        if let Some(place) = self.places.get(&key) {
+            return Some(*place);
         }
-        let pairs = ready.into_iter().zip(opened.done_handles);
-        let slots = on_helper_thread(move || {
-            let slots = pairs.map(|(ready, done)| {
-                let done = handle(&done).map_err(AllReduceError::ExecutorLost)?;
-                let done = Event::open(&context, done).map_err(AllReduceError::Cuda)?;
-                Ok(Slot { ready, done })
-            });
-            slots.collect::<Result<Vec<_>, _>>()
-        });
-        let slots = match slots.await.map_err(thread).flatten() {
-            Ok(slots) => slots,
-            Err(error) => {
-                let close = CloseStreamRequest { session, stream_id };
-                // The first error is the one to tell.
-                let _ = bounded(collectives.close_stream(close)).await;
-                return Err(error);
+        let is_free = |place: &u32| !self.places.values().any(|taken| taken == place);
+        let place = (0..MAX_STREAMS).find(is_free)?;
+        self.places.insert(key, place);
+        Some(place)
+    }
+
+    /// The value of the next call on a place.
+    fn next(&mut self, place: u32) -> u32 {
+        match self.counted.get_mut(place as usize) {
+            Some(value) => {
+                *value = value.wrapping_add(1);
+                *value
             }
-        };
-        Ok(Self { stream_id, slots })
+            // Places are below MAX_STREAMS.
+            None => 0,
+        }
+    }
+
+    fn forget(&mut self, key: usize) {
+        self.places.remove(&key);
     }
 }
 
-type Streams = BTreeMap<usize, (Arc<Ring>, Turn)>;
+/// A reduction that the executor has enqueued, and that a stream of the worker waits for.
+#[derive(Debug, Clone, Copy)]
+struct InFlight {
+    sequence: u64,
+    place: u32,
+    value: u32,
+    dst: u64,
+    len_bytes: u64,
+}
 
 /// What a communicator on backend cuda has beside its window.
 #[derive(Debug)]
 pub(crate) struct GpuState {
     context: Arc<Context>,
     table: Arc<Mutex<Table>>,
-    /// By handle. Held (it is fair) from a call's first poll until its sequence number is taken: so the
-    /// order of the calls is that of their first poll, over all streams, and each stream's slots are used in
-    /// that order.
-    streams: Arc<tokio::sync::Mutex<Streams>>,
+    /// Held (it is fair) from a call's first poll until its sequence number is taken: so the order of the calls
+    /// is that of their first poll, over all streams, and each stream counts in that order.
+    streams: tokio::sync::Mutex<Streams>,
     /// One registration at a time, so that none slips between another's look at the table and its entry.
     registering: Arc<tokio::sync::Mutex<()>>,
 }
@@ -484,7 +495,7 @@ impl GpuState {
         Some(Self {
             context: Arc::clone(&arena.context),
             table: Arc::default(),
-            streams: Arc::default(),
+            streams: tokio::sync::Mutex::default(),
             registering: Arc::default(),
         })
     }
@@ -635,8 +646,8 @@ impl Communicator {
     ///
     /// Ok means **enqueued, not done**: the host is not synchronised with the GPU. In the order of the
     /// stream, `src` may be overwritten and `dst` read as soon as this returns. It returns when every rank has
-    /// made the call, within the timeout. A stream may have at most 32 reductions in flight (fewer if the
-    /// executor's `max_in_flight` is); then the call waits for the oldest first.
+    /// made the call, within the timeout. Once 64 reductions are enqueued and not done, the call waits for the
+    /// oldest first.
     ///
     /// A reduction that fails on the GPU (a rank's stream did not get there in time, or the rank died) leaves
     /// NaN in `dst`, and so do all later ones of the epoch. [`Self::check`] says so, for example after
@@ -687,6 +698,7 @@ impl Communicator {
             }
         }
         let num_elems = num_elems as u64;
+        let dst_start = dst;
         let [src, dst] = {
             let len_bytes = num_elems.saturating_mul(dtype.size_bytes() as u64);
             let table = locked(&gpu.table);
@@ -699,28 +711,27 @@ impl Communicator {
         };
         let timeout = self.timeout(&options);
 
-        let mut streams = self.stream_opened(gpu, stream).await?;
-        let lost = || AllReduceError::Thread("the stream was not opened".to_owned());
-        let (ring, turn) = streams.get_mut(&stream.key()).ok_or_else(lost)?;
-        let ring = Arc::clone(ring);
-        let (index, last) = turn.peek().ok_or_else(lost)?;
-        let slot = ring.slots.get(index).ok_or_else(lost)?;
-        self.slot_free(slot, last, ring.slots.len(), timeout)
-            .await?;
+        let mut streams = gpu.streams.lock().await;
+        let place = streams
+            .place(stream.key())
+            .ok_or(AllReduceError::TooManyStreams)?;
+        self.queue_has_room(timeout).await?;
+        let value = streams.next(place);
         // Before the number is taken: if it fails, or nothing comes of the call, no number is used up, and
-        // the slot's next call records it anew.
-        let idle = announce(&gpu.context, slot, stream).map_err(AllReduceError::Cuda)?;
+        // nobody waits for the value.
+        let arena = arena(&self.window).ok_or(AllReduceError::WrongBackend(Backend::Host))?;
+        let idle = announce(arena, place, value, stream).map_err(AllReduceError::Cuda)?;
         let ticket = self.take_sequence().await?;
         // Nothing is awaited from here until the call is on its way.
-        turn.advance(ticket.sequence());
+        let sequence = ticket.sequence();
         let request = AllReduceRequest {
-            sequence: ticket.sequence(),
+            sequence,
             src: Some(src),
             dst: Some(dst),
             event: Some(v1::Event {
                 ready_value: 0,
-                stream_id: ring.stream_id,
-                slot: u32::try_from(index).unwrap_or(u32::MAX),
+                stream: place + 1,
+                value,
                 idle,
             }),
             ..self.call(num_elems, dtype, op, &options)
@@ -731,68 +742,34 @@ impl Communicator {
             Ok(((), answer)) => answer?,
             Err(error) => return Err(cut_off(&error)),
         };
-        // SAFETY: the caller promises a live stream of this context, or null; the event is of this context.
-        unsafe { slot.done.wait_on(stream.raw()) }.map_err(AllReduceError::NotOrdered)?;
+        let in_flight = InFlight {
+            sequence,
+            place,
+            value,
+            dst: dst_start,
+            len_bytes: num_elems.saturating_mul(dtype.size_bytes() as u64),
+        };
+        arena.note(&self.window.control, in_flight);
+        let entered = gpu.context.enter().map_err(AllReduceError::NotOrdered)?;
+        let flag = arena.flags_start() + done_flag(place);
+        // SYNC: done flag. What comes next on the stream sees the result.
+        // SAFETY: the caller promises a live stream of this context, or null; the flag is mapped until the
+        // communicator is left, which waits for this.
+        unsafe { wait_flag(&entered, stream.raw(), flag, value) }
+            .map_err(AllReduceError::NotOrdered)?;
         reduction(&response)
     }
 
-    /// The streams, of which `stream` is one.
-    async fn stream_opened(
-        &self,
-        gpu: &GpuState,
-        stream: StreamHandle,
-    ) -> Result<OwnedMutexGuard<Streams>, AllReduceError> {
-        let mut streams = Arc::clone(&gpu.streams).lock_owned().await;
-        if streams.contains_key(&stream.key()) {
-            return Ok(streams);
-        }
-        let num_slots = self.window.joined.max_in_flight.clamp(1, LONGEST_RING);
-        let opening = Ring::open(
-            Arc::clone(&gpu.context),
-            self.collectives.clone(),
-            self.session(),
-            num_slots,
-        );
-        // In a task of its own: if nobody waits any more, the ring is there for the next call.
-        let opened = tokio::spawn(async move {
-            let ring = opening.await?;
-            let turn = Turn::new(ring.slots.len());
-            streams.insert(stream.key(), (Arc::new(ring), turn));
-            Ok(streams)
-        });
-        match opened.await {
-            Ok(opened) => opened,
-            Err(error) => Err(cut_off(&error)),
-        }
-    }
-
-    /// Waits until a slot may be used again: the executor has answered the call that used it last, so it has
-    /// read `ready`, and the GPU is done with it.
-    async fn slot_free(
-        &self,
-        slot: &Slot,
-        last: u64,
-        slots: usize,
-        timeout: Duration,
-    ) -> Result<(), AllReduceError> {
-        let is_done = || {
-            // As in announce.
-            let _relaxed = Relaxed::begin()?;
-            slot.done.is_done()
-        };
-        let is_free = || -> Result<bool, AllReduceError> {
-            // A failed call has not recorded `done`, which then is as the one before left it: done.
-            Ok(self.sequences.is_answered(last)
-                && (self.window.control.settled(last).is_some()
-                    || is_done().map_err(AllReduceError::Cuda)?))
-        };
+    /// Waits until the GPU is done with all but [`MAX_QUEUED`] of the reductions called.
+    async fn queue_has_room(&self, timeout: Duration) -> Result<(), AllReduceError> {
+        let oldest = (self.sequences.last() + 1).saturating_sub(MAX_QUEUED);
         let started = Instant::now();
-        while !is_free()? {
+        while oldest > 0 && self.window.control.settled(oldest).is_none() {
             self.check()?;
             let waited = started.elapsed();
             if waited >= timeout {
-                return Err(AllReduceError::StreamBusy {
-                    slots,
+                return Err(AllReduceError::QueueFull {
+                    queued: MAX_QUEUED,
                     waited_ms: u64::try_from(waited.as_millis()).unwrap_or(u64::MAX),
                 });
             }
@@ -805,50 +782,37 @@ impl Communicator {
         Ok(())
     }
 
-    /// Forgets a stream, before it is destroyed; waits until its calls are answered (of dropped futures, too).
-    /// Reductions enqueued before are not touched. A stream that was never used here is no error, nor is using it again.
+    /// Forgets a stream, before it is destroyed: at most 64 are known at a time. Reductions enqueued before are
+    /// not touched. A stream that was never used here is no error, nor is using it again.
     ///
     /// # Errors
-    /// [`AllReduceError`].
+    /// [`AllReduceError::WrongBackend`].
     pub async fn close_stream(&self, stream: StreamHandle) -> Result<(), AllReduceError> {
         let gpu = self.for_reductions()?;
-        let mut streams = Arc::clone(&gpu.streams).lock_owned().await;
-        let Some((ring, turn)) = streams.get(&stream.key()) else {
-            return Ok(());
-        };
-        // The executor shall not miss events of a call that is on its way.
-        for sequence in &turn.used {
-            self.sequences.wait_answered(*sequence).await;
-        }
-        let request = CloseStreamRequest {
-            session: self.session(),
-            stream_id: ring.stream_id,
-        };
-        let mut collectives = self.collectives.clone();
-        streams.remove(&stream.key());
-        drop(streams);
-        // In a task of its own: what is forgotten here shall be there.
-        let closed = tokio::spawn(async move { bounded(collectives.close_stream(request)).await });
-        match closed.await {
-            Ok(Ok(_)) => Ok(()),
-            Ok(Err(status)) => Err(AllReduceError::from_refused(Refused::new(&status))),
-            Err(error) => Err(cut_off(&error)),
-        }
+        gpu.streams.lock().await.forget(stream.key());
+        Ok(())
     }
 }
 
-/// Says on the GPU that the stream has got here, by the slot's ready event; an idle stream has, and needs none.
-/// Answers whether it is idle.
-fn announce(context: &Context, slot: &Slot, stream: StreamHandle) -> Result<bool, CudaError> {
+/// Has the stream write its ready flag; an idle stream has nothing to wait for, and need not. Answers whether it
+/// is idle.
+fn announce(
+    arena: &Arena,
+    place: u32,
+    value: u32,
+    stream: StreamHandle,
+) -> Result<bool, CudaError> {
     // Asking an idle stream is one of the calls that another thread's capture would not survive.
     let _relaxed = Relaxed::begin()?;
-    let entered = context.enter()?;
+    let entered = arena.context.enter()?;
+    let flag = arena.flags_start() + ready_flag(place);
     // SAFETY: all_reduce_on's caller promises a live stream of this context, or null, that is not captured; the
-    // event is of this context.
+    // flag is mapped until the communicator is left.
     unsafe {
         let idle = is_idle(&entered, stream.raw())?;
         if !idle {
-            slot.ready.record_in(&entered, stream.raw())?;
+            // SYNC: ready flag. What the stream has written to the source before is visible to the executor's.
+            write_flag(&entered, stream.raw(), flag, value)?;
         }
         Ok(idle)
     }
@@ -985,19 +949,23 @@ mod tests {
     }
 
     #[test]
-    fn slots_come_in_turn_and_know_who_used_them() {
-        let mut turn = Turn::new(3);
-        for sequence in [2, 5, 6] {
-            let (_, last) = turn.peek().unwrap();
-            assert_eq!(last, 0, "not used yet");
-            turn.advance(sequence);
-        }
-        assert_eq!(turn.peek(), Some((0, 2)));
-        // A call that came to nothing does not advance: the next one has the same slot.
-        assert_eq!(turn.peek(), Some((0, 2)));
-        turn.advance(9);
-        assert_eq!(turn.peek(), Some((1, 5)));
-        assert_eq!(Turn::new(0).peek(), None);
+    fn streams_keep_their_flags_and_count_on() {
+        let mut streams = Streams::default();
+        let [one, other] = [7, 9].map(|key| streams.place(key).unwrap());
+        assert_ne!(one, other);
+        assert_eq!(streams.place(7), Some(one));
+        assert_eq!(
+            [streams.next(one), streams.next(one), streams.next(other)],
+            [1, 2, 1]
+        );
+        streams.forget(7);
+        // Whoever gets the place goes on from where it stood: flags never go back.
+        assert_eq!(streams.place(11), Some(one));
+        assert_eq!(streams.next(one), 3);
+        let placed = (100..).take_while(|key| streams.place(*key).is_some());
+        assert_eq!(placed.count(), MAX_STREAMS as usize - 2);
+        *streams.counted.get_mut(one as usize).unwrap() = u32::MAX;
+        assert_eq!(streams.next(one), 0);
     }
 
     #[test]

@@ -271,12 +271,16 @@ pub enum AllReduceError {
     #[cfg(feature = "cuda")]
     #[error("a reduction on a stream takes pointers: AllReduceOptions::range does not apply")]
     RangeGiven,
-    /// The GPU is not done with as many reductions of the stream as may be in flight. Nothing was sent.
+    /// More streams are in use than can have flags. Nothing was sent.
     #[cfg(feature = "cuda")]
-    #[error("the stream's last {slots} reductions were not done after {waited_ms} ms")]
-    StreamBusy {
-        /// Reductions that may be in flight on a stream.
-        slots: usize,
+    #[error("64 streams are in use: close_stream those that are not needed any more")]
+    TooManyStreams,
+    /// The GPU is not done with as many reductions as may be enqueued. Nothing was sent.
+    #[cfg(feature = "cuda")]
+    #[error("the last {queued} reductions were not done after {waited_ms} ms")]
+    QueueFull {
+        /// Reductions that may be enqueued.
+        queued: u64,
         /// How long the call waited.
         waited_ms: u64,
     },
@@ -330,7 +334,8 @@ impl AllReduceError {
             | Self::PerThreadStream
             | Self::NotABuffer { .. }
             | Self::RangeGiven
-            | Self::StreamBusy { .. }
+            | Self::TooManyStreams
+            | Self::QueueFull { .. }
             | Self::Cuda(_)
             | Self::NotOrdered(_)
             | Self::Thread(_) => false,

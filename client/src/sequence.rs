@@ -29,7 +29,7 @@ struct State {
 }
 
 impl State {
-    #[cfg(any(feature = "cuda", test))]
+    #[cfg(test)]
     fn is_answered(&self, sequence: u64) -> bool {
         sequence <= self.floor || self.beyond.contains(&sequence)
     }
@@ -102,12 +102,6 @@ impl Sequences {
         self.answered.notify_waiters();
     }
 
-    /// Whether the call of a number was answered; 0 counts as answered.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn is_answered(&self, sequence: u64) -> bool {
-        self.state().is_answered(sequence)
-    }
-
     /// The next number, once the executor takes it. Nothing is awaited after it is taken, so that a dropped
     /// future leaves no gap.
     pub(crate) async fn take(self: &Arc<Self>) -> Ticket {
@@ -117,18 +111,6 @@ impl Sequences {
             let answered = self.answered.notified();
             if let Some(ticket) = self.try_take() {
                 return ticket;
-            }
-            answered.await;
-        }
-    }
-
-    /// Waits until the call of a number was answered.
-    #[cfg(feature = "cuda")]
-    pub(crate) async fn wait_answered(&self, sequence: u64) {
-        loop {
-            let answered = self.answered.notified();
-            if self.is_answered(sequence) {
-                return;
             }
             answered.await;
         }

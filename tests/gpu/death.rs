@@ -9,6 +9,7 @@ use crate::rank::{
 };
 use allreduce_client::cuda::Device;
 use allreduce_client::{AllReduceError, AllReduceOptions, Dtype, Op};
+use allreduced::private::PrivateDaemon;
 use nix::sys::signal::Signal;
 use std::path::Path;
 use std::time::Duration;
@@ -207,29 +208,42 @@ fn ask_both(workers: &mut [Worker], what: &str) -> Vec<String> {
         .collect()
 }
 
-/// A stream that never gets to its reduction holds up the executor's GPU stream, which only the executor's end
-/// cures: the ranks are told who it was, others go on, and the communicator forms on a new executor. The ranks
-/// are processes, so that nothing of theirs is in the way of the other communicator's.
+/// Two ranks as processes, joined and warm, of which rank 1's stream is held up, with a reduction enqueued on both.
+fn held_up(daemon: &PrivateDaemon, name: &str) -> Vec<Worker> {
+    let mut workers: Vec<Worker> = (0..2)
+        .map(|rank| Worker::start(daemon.socket(), name, rank, 2))
+        .collect();
+    for answer in ask_both(&mut workers, "join") {
+        assert!(answer.starts_with("joined "), "{answer}");
+    }
+    assert_eq!(ask_both(&mut workers, "reduce"), ["reduced", "reduced"]);
+    assert_eq!(workers[1].ask("close"), "closed");
+    // Enqueued, not done: both calls are answered well.
+    assert_eq!(ask_both(&mut workers, "call 2000"), ["called", "called"]);
+    assert_eq!(workers[1].ask("idle"), "busy");
+    workers
+}
+
+/// The stream of a rank comes to its end, and what should have been reduced is NaN.
+fn is_let_go(worker: &mut Worker) {
+    eventually("the stream is let go", || {
+        (worker.ask("idle") == "idle").then_some(())
+    });
+    assert_eq!(worker.ask("nan"), "nan");
+}
+
+/// A stream that never gets to its reduction: the ranks are told whose it is, their streams are let go with NaN,
+/// others go on, and the communicator forms again on the same executor. The ranks are processes, so that nothing of
+/// theirs is in the way of the other communicator's.
 #[test]
-fn a_stream_that_does_not_get_there_is_named_and_cured() {
+fn a_stream_that_does_not_get_there_is_named_and_let_go() {
     let Some((_watchdog, devices)) = gpus() else {
         return;
     };
     let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "2000")]);
     let others = join_all(daemon.socket(), "others", 2, &devices);
     reduce_well(&others);
-    let mut workers: Vec<Worker> = (0..2)
-        .map(|rank| Worker::start(daemon.socket(), "stuck", rank, 2))
-        .collect();
-    for answer in ask_both(&mut workers, "join") {
-        assert!(answer.starts_with("joined "), "{answer}");
-    }
-    assert_eq!(ask_both(&mut workers, "reduce"), ["reduced", "reduced"]);
-
-    assert_eq!(workers[1].ask("close"), "closed");
-    // Enqueued, not done: both calls are answered well.
-    assert_eq!(ask_both(&mut workers, "call 2000"), ["called", "called"]);
-    assert_eq!(workers[1].ask("idle"), "busy");
+    let mut workers = held_up(&daemon, "stuck");
     let told = eventually("rank 0 is told", || {
         reduce_well(&others);
         let answer = workers[0].ask("check");
@@ -244,27 +258,69 @@ fn a_stream_that_does_not_get_there_is_named_and_cured() {
     let again = workers[0].ask("call 2000");
     println!("its next call:  {again}");
     assert!(again.contains(" over "), "{again}");
-    eventually("the supervisor sees its executor's end", || {
-        reduce_well(&others);
-        let info = info(daemon.socket(), "stuck")?;
-        (info.incarnation == 2).then_some(())
-    });
-    println!("rank 0's stream is {} then", workers[0].ask("idle"));
+    is_let_go(&mut workers[0]);
 
     assert_eq!(workers[1].ask("open"), "opened");
     let told = workers[1].ask("check");
     println!("rank 1 is told: {told}");
     assert!(told.contains(" over "), "{told}");
-    for (rank, worker) in workers.iter_mut().enumerate() {
-        // Said, not asserted: it is the driver's to let go of a wait on the event of a process that ended.
-        println!("rank {rank}'s stream is {} at last", worker.ask("idle"));
-    }
+    is_let_go(&mut workers[1]);
     reduce_well(&others);
     for answer in ask_both(&mut workers, "join") {
         assert!(answer.starts_with("joined "), "{answer}");
     }
     assert_eq!(ask_both(&mut workers, "reduce"), ["reduced", "reduced"]);
-    assert_eq!(info(daemon.socket(), "stuck").unwrap().incarnation, 2);
+    assert_eq!(info(daemon.socket(), "stuck").unwrap().incarnation, 1);
     assert!(others.iter().all(|rank| rank.communicator.epoch() == 1));
+    reduce_well(&others);
+}
+
+/// A rank that dies while its stream is held up: the survivor is told at once, and its stream is let go.
+#[test]
+fn a_rank_that_dies_with_a_reduction_enqueued_holds_up_nobody() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let others = join_all(daemon.socket(), "others", 2, &devices);
+    let mut workers = held_up(&daemon, "dies");
+    // Its stream only waits: nothing of it runs, so that MPS loses nothing.
+    send_signal(workers[1].pid(), Signal::SIGKILL);
+    let told = eventually("rank 0 is told", || {
+        let answer = workers[0].ask("check");
+        (answer != "well").then_some(answer)
+    });
+    println!("rank 0 is told: {told}");
+    assert!(told.contains(" over "), "{told}");
+    is_let_go(&mut workers[0]);
+    reduce_well(&others);
+}
+
+/// An executor that dies with a reduction enqueued: the ranks are told, their streams are let go with NaN by the
+/// client crate, and the communicator forms again on the next one.
+#[test]
+fn an_executor_that_dies_with_a_reduction_enqueued_holds_up_nobody() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let others = join_all(daemon.socket(), "others", 2, &devices);
+    let mut workers = held_up(&daemon, "lost");
+    send_signal(executor_pid(daemon.socket(), "lost"), Signal::SIGKILL);
+    let told = eventually("rank 0 is told", || {
+        let answer = workers[0].ask("check");
+        (answer != "well").then_some(answer)
+    });
+    println!("rank 0 is told: {told}");
+    assert!(told.contains(" over "), "{told}");
+    is_let_go(&mut workers[0]);
+    assert_eq!(workers[1].ask("open"), "opened");
+    is_let_go(&mut workers[1]);
+    reduce_well(&others);
+    for answer in ask_both(&mut workers, "join") {
+        assert!(answer.starts_with("joined "), "{answer}");
+    }
+    assert_eq!(ask_both(&mut workers, "reduce"), ["reduced", "reduced"]);
+    assert_eq!(info(daemon.socket(), "lost").unwrap().incarnation, 2);
     reduce_well(&others);
 }

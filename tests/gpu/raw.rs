@@ -6,20 +6,26 @@
 
 use crate::harness::SOON;
 use crate::harness::raw::{Stream as Membership, attach_with, dial, hello, try_open};
-use allreduce_contract::cuda::{Context, Event, IPC_HANDLE_LEN, ImportedMemory, Stream};
+use allreduce_contract::cuda::{
+    Context, IPC_HANDLE_LEN, ImportedMemory, Stream, wait_flag, write_flag,
+};
 use allreduce_contract::v1::attach_request::Message as FromRank;
 use allreduce_contract::v1::attach_response::Message as ToRank;
 use allreduce_contract::v1::buffers_client::BuffersClient;
 use allreduce_contract::v1::collectives_client::CollectivesClient;
 use allreduce_contract::v1::{
     self, AllReduceRequest, AllReduceResponse, AllocateRequest, Backend, BufferRange, Dtype,
-    Joined, Mapped, Op, OpenResponse, OpenStreamRequest, RegionKind, ReleaseRequest,
+    Joined, Mapped, Op, OpenResponse, RegionKind, ReleaseRequest,
 };
+use allreduce_contract::window::{FLAGS_LEN_BYTES, done_flag, ready_flag};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 use tonic::Status;
 use tonic::transport::Channel;
+
+/// The stream, as its calls name it: the last that can have flags.
+const STREAM: u32 = 64;
 
 /// Elements of its calls.
 const NUM_ELEMS: usize = 8;
@@ -71,7 +77,7 @@ impl Joining {
         assert_eq!(shared.device_uuid, context.device().uuid());
         let handle = handle(&shared.ipc_handle);
         let memory = ImportedMemory::open(context, handle).unwrap();
-        assert!(memory.len_bytes() >= arena.len_bytes);
+        assert!(memory.len_bytes() >= arena.len_bytes + FLAGS_LEN_BYTES);
         let stream = Stream::create(context).unwrap();
         let mut nonce = [0; 8];
         // SAFETY: the arena is mapped, as long as `memory` lives; nobody uses it before Mapped is sent.
@@ -101,9 +107,9 @@ pub struct RawGpu {
     /// Where the buffer is mapped here.
     start: u64,
     sequence: u64,
-    ready: Event,
-    done: Event,
-    stream_id: u64,
+    /// Where its flags begin.
+    flags: u64,
+    value: u32,
     stream: Stream,
     _arena: ImportedMemory,
     _membership: Membership,
@@ -128,21 +134,18 @@ impl RawGpu {
             len_bytes: 4096,
         };
         let allocated = buffers.allocate(request).await.unwrap().into_inner();
-        let mut collectives = CollectivesClient::new(channel);
-        let (ready, ready_handle) = Event::create_shared(context).unwrap();
-        let request = OpenStreamRequest {
-            session,
-            ready_handles: vec![ready_handle.to_vec()],
-        };
-        let opened = collectives.open_stream(request).await.unwrap().into_inner();
-        assert_eq!(opened.done_handles.len(), 1);
+        let collectives = CollectivesClient::new(channel);
+        let arena_len_bytes = joined
+            .regions
+            .iter()
+            .find(|region| region.kind() == RegionKind::Arena)
+            .map_or(0, |region| region.len_bytes);
         Self {
             buffer_id: allocated.buffer_id,
             start: arena.start() + allocated.offset_bytes,
             sequence: 0,
-            ready,
-            done: Event::open(context, handle(&opened.done_handles[0])).unwrap(),
-            stream_id: opened.stream_id,
+            flags: arena.start() + arena_len_bytes,
+            value: 0,
             stream,
             joined,
             collectives,
@@ -155,8 +158,12 @@ impl RawGpu {
     /// A good call with the next sequence number, in place, behind what is on the stream.
     pub fn call(&mut self) -> AllReduceRequest {
         self.sequence += 1;
-        // SAFETY: the stream is of the event's context and alive.
-        unsafe { self.ready.record_on(self.stream.raw().cast()) }.unwrap();
+        self.value = self.value.wrapping_add(1);
+        let flag = self.flags + ready_flag(STREAM - 1);
+        let entered = self.stream.context().enter().unwrap();
+        // SAFETY: the stream is of the context that is entered; the flag is behind the mapped arena.
+        unsafe { write_flag(&entered, self.stream.raw().cast(), flag, self.value) }.unwrap();
+        drop(entered);
         let range = Some(BufferRange {
             buffer_id: self.buffer_id,
             offset_bytes: 0,
@@ -173,8 +180,8 @@ impl RawGpu {
             timeout_ms: 15_000,
             event: Some(v1::Event {
                 ready_value: 0,
-                stream_id: self.stream_id,
-                slot: 0,
+                stream: STREAM,
+                value: self.value,
                 idle: false,
             }),
             algorithm: 0,
@@ -187,7 +194,7 @@ impl RawGpu {
         Ok(answer.into_inner())
     }
 
-    /// A reduction, from event to event. Alone, the sum of a number is the number, and that of a NaN the
+    /// A reduction, from flag to flag. Alone, the sum of a number is the number, and that of a NaN the
     /// canonical one.
     pub async fn reduce_well(&mut self) {
         let mut values = [1.5_f32; NUM_ELEMS];
@@ -201,9 +208,12 @@ impl RawGpu {
         let request = self.call();
         self.all_reduce(request).await.unwrap();
         let mut found = vec![0; bytes.len()];
-        // SAFETY: the stream is of the event's context and alive; the buffer as above.
+        // SAFETY: the stream is of the context that is entered; the flag and the buffer are mapped.
         unsafe {
-            self.done.wait_on(self.stream.raw().cast()).unwrap();
+            let entered = self.stream.context().enter().unwrap();
+            let flag = self.flags + done_flag(STREAM - 1);
+            wait_flag(&entered, self.stream.raw().cast(), flag, self.value).unwrap();
+            drop(entered);
             self.stream.download(self.start, &mut found).unwrap();
         }
         let expected: Vec<u8> = values

@@ -54,6 +54,13 @@ pub fn run_if_asked() {
                 Ok(()) => say("well"),
                 Err(error) => say(&describe(&error)),
             },
+            // Whether the tensor of "call" is NaN.
+            (["nan"], Some(rank)) => {
+                let found = rank.download(rank.stream(), rank.scratch.ptr(), 64 * 4);
+                let mut values = found.chunks_exact(4);
+                let is_nan = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().unwrap()).is_nan();
+                say(if values.all(is_nan) { "nan" } else { "numbers" });
+            }
             (["idle"], Some(rank)) => say(match rank.stream().is_idle() {
                 Ok(true) => "idle",
                 Ok(false) => "busy",

@@ -13,10 +13,7 @@ use allreduce_client::{
 use allreduce_contract::cuda::CudaError;
 use allreduce_contract::v1::collectives_client::CollectivesClient;
 use allreduce_contract::v1::collectives_server::{Collectives, CollectivesServer};
-use allreduce_contract::v1::{
-    AllReduceRequest, AllReduceResponse, CloseStreamRequest, CloseStreamResponse,
-    OpenStreamRequest, OpenStreamResponse, PingRequest, PingResponse,
-};
+use allreduce_contract::v1::{AllReduceRequest, AllReduceResponse, PingRequest, PingResponse};
 use allreduce_contract::{Algorithm, Backend, Dtype, Op, UnknownName};
 use serde::{Deserialize, Serialize};
 use std::io::Read;
@@ -187,20 +184,6 @@ impl Collectives for Bare {
         &self,
         _request: Request<AllReduceRequest>,
     ) -> Result<Response<AllReduceResponse>, Status> {
-        Err(Status::unimplemented("this is the bench's echo server"))
-    }
-
-    async fn open_stream(
-        &self,
-        _request: Request<OpenStreamRequest>,
-    ) -> Result<Response<OpenStreamResponse>, Status> {
-        Err(Status::unimplemented("this is the bench's echo server"))
-    }
-
-    async fn close_stream(
-        &self,
-        _request: Request<CloseStreamRequest>,
-    ) -> Result<Response<CloseStreamResponse>, Status> {
         Err(Status::unimplemented("this is the bench's echo server"))
     }
 

@@ -97,8 +97,6 @@ pub(crate) enum BufferError {
     BadMemory(String),
     #[error("{0}")]
     BadHandle(String),
-    #[error("session {session} has no stream {stream_id}")]
-    UnknownStream { session: u64, stream_id: u64 },
     #[error("{what} is for backend {needed}, the communicator has backend {backend}")]
     WrongBackend {
         what: &'static str,
@@ -186,11 +184,11 @@ pub(crate) enum CallError {
     Overlap { rank: Rank },
     #[error("rank {rank}: its ready word does not hold {ready_value} yet")]
     NotSignalled { rank: Rank, ready_value: u64 },
-    #[error("rank {rank}: its session has no stream {stream_id} with a slot {slot}")]
-    UnknownStream {
+    #[error("rank {rank}: event.stream {stream} {reason}")]
+    BadStream {
         rank: Rank,
-        stream_id: u64,
-        slot: u32,
+        stream: u32,
+        reason: &'static str,
     },
     #[error(
         "sequence {sequence}: rank {one} reduces {one_signature}, rank {other} reduces {other_signature}"

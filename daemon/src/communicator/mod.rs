@@ -95,10 +95,15 @@ pub(crate) struct Call<T> {
     pub(crate) timeout: Duration,
     /// The ready value announced, if the rank's ready word does not hold it.
     pub(crate) unsignalled: Option<u64>,
-    /// The slot of a stream that was named.
-    pub(crate) ticket: Option<Ticket>,
-    /// Whether the backend knows the slot.
-    pub(crate) is_ticket_known: bool,
+    /// The stream that was named, if one was.
+    pub(crate) ticket: Result<Option<Ticket>, BadStream>,
+}
+
+/// A stream that a call cannot name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BadStream {
+    pub(crate) stream: u32,
+    pub(crate) reason: &'static str,
 }
 
 /// A reduction was done.
@@ -642,14 +647,6 @@ impl<T> Communicator<T> {
             .ok_or(BufferError::UnknownSession(session))
     }
 
-    /// Whether a session lives and its epoch goes on.
-    pub(crate) fn may_use(&self, session: u64) -> Result<(), BufferError> {
-        let found = self.sessions.get(&session);
-        let found = found.filter(|found| !found.detached);
-        let found = found.ok_or(BufferError::UnknownSession(session))?;
-        Ok(found.alive()?)
-    }
-
     /// A session (whose rank the caller claims to be, if it has to) has handed over a memory of this length;
     /// answers its handle.
     ///
@@ -847,7 +844,7 @@ impl<T> Communicator<T> {
                         signature,
                         src,
                         dst,
-                        ticket: call.ticket,
+                        ticket: call.ticket.ok().flatten(),
                         at: now,
                         timeout: call.timeout,
                     });
@@ -934,15 +931,11 @@ impl<T> Communicator<T> {
         if !apart {
             return Err(CallError::Overlap { rank });
         }
-        if let Some(Ticket {
-            stream_id, slot, ..
-        }) = call.ticket
-            && !call.is_ticket_known
-        {
-            return Err(CallError::UnknownStream {
+        if let Err(BadStream { stream, reason }) = call.ticket {
+            return Err(CallError::BadStream {
                 rank,
-                stream_id,
-                slot,
+                stream,
+                reason,
             });
         }
         match call.unsignalled {

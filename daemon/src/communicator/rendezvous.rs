@@ -66,12 +66,14 @@ pub(crate) struct Arrival<T> {
     pub(crate) timeout: Duration,
 }
 
-/// The slot of a rank's stream whose events fence a call on the GPU.
+/// The stream of a rank whose flags fence a call on the GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ticket {
-    pub(crate) stream_id: u64,
-    pub(crate) slot: u32,
-    /// Whether the slot's ready event was recorded; else everything before it on the stream is done.
+    /// Below `window::MAX_STREAMS`.
+    pub(crate) stream: u32,
+    /// Of the flags.
+    pub(crate) value: u32,
+    /// Whether the ready flag is written; else everything before the call on the stream is done.
     pub(crate) wait_ready: bool,
 }
 

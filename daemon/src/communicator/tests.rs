@@ -94,8 +94,7 @@ impl Harness {
             timeout: 50 * MS,
             unsignalled: None,
             algorithm: Ok(None),
-            ticket: None,
-            is_ticket_known: false,
+            ticket: Ok(None),
         }
     }
 

@@ -101,7 +101,6 @@ pub(crate) struct RankReport {
 
 pub(crate) type CallReply = oneshot::Sender<Result<Reduced, CallError>>;
 type JoinReply = oneshot::Sender<Result<JoinedAs, JoinError>>;
-type StreamReply = oneshot::Sender<Result<(u64, Vec<Vec<u8>>), BufferError>>;
 
 /// What the task is asked. Each carries where the answer goes.
 #[derive(Debug)]
@@ -153,22 +152,6 @@ enum Command {
         request: RegisterCuda,
         import: Result<Arc<ImportedMemory>, BufferError>,
         reply: oneshot::Sender<Result<u64, BufferError>>,
-    },
-    OpenStream {
-        session: u64,
-        ready_handles: Vec<Vec<u8>>,
-        reply: StreamReply,
-    },
-    /// The CUDA thread has opened a stream's events.
-    RingOpened {
-        session: u64,
-        ring: Result<(cuda::Ring, Vec<Vec<u8>>), BufferError>,
-        reply: StreamReply,
-    },
-    CloseStream {
-        session: u64,
-        stream_id: u64,
-        reply: oneshot::Sender<Result<(), BufferError>>,
     },
     Release {
         session: u64,
@@ -261,33 +244,6 @@ impl Handle {
     ) -> Result<Result<u64, BufferError>, Stopped> {
         self.ask(|reply| Command::RegisterCuda { request, reply })
             .await
-    }
-
-    /// Answers the stream's id and the handles of its done events.
-    pub(crate) async fn open_stream(
-        &self,
-        session: u64,
-        ready_handles: Vec<Vec<u8>>,
-    ) -> Result<Result<(u64, Vec<Vec<u8>>), BufferError>, Stopped> {
-        self.ask(|reply| Command::OpenStream {
-            session,
-            ready_handles,
-            reply,
-        })
-        .await
-    }
-
-    pub(crate) async fn close_stream(
-        &self,
-        session: u64,
-        stream_id: u64,
-    ) -> Result<Result<(), BufferError>, Stopped> {
-        self.ask(|reply| Command::CloseStream {
-            session,
-            stream_id,
-            reply,
-        })
-        .await
     }
 
     pub(crate) async fn allocate(
@@ -654,31 +610,6 @@ impl Task {
                 let registered = import.and_then(|import| self.register_import(&request, import));
                 let _ = reply.send(registered);
             }
-            Command::OpenStream {
-                session,
-                ready_handles,
-                reply,
-            } => self.open_stream(session, &ready_handles, reply),
-            Command::RingOpened {
-                session,
-                ring,
-                reply,
-            } => {
-                let _ = reply
-                    .send(ring.and_then(|(ring, handles)| self.keep_ring(session, ring, handles)));
-            }
-            Command::CloseStream {
-                session,
-                stream_id,
-                reply,
-            } => {
-                let closed = match &mut self.backend {
-                    Backend::Cuda(cuda) => cuda.close_ring(session, stream_id),
-                    Backend::Host(_) => false,
-                };
-                let unknown = BufferError::UnknownStream { session, stream_id };
-                let _ = reply.send(if closed { Ok(()) } else { Err(unknown) });
-            }
             Command::Release {
                 session,
                 buffer_id,
@@ -698,10 +629,6 @@ impl Task {
                 call.unsignalled = call
                     .unsignalled
                     .filter(|value| control.is_some_and(|control| !control.is_ready(*value)));
-                call.is_ticket_known = match (&self.backend, call.ticket) {
-                    (Backend::Cuda(cuda), Some(ticket)) => cuda.knows(call.session, ticket),
-                    (Backend::Host(_), _) | (_, None) => false,
-                };
                 self.communicator.all_reduce(*call, Instant::now());
             }
             Command::Reduced { launch, took } => self.communicator.reduced(&launch, took),
@@ -873,7 +800,7 @@ impl Task {
                 let memory = CudaMemory {
                     ipc_handle: window.arena_handle.to_vec(),
                     generation: window.generation,
-                    len_bytes: arena_len_bytes,
+                    len_bytes: window.allocation_len_bytes(),
                     device_uuid: window.gpu.device().uuid().to_owned(),
                 };
                 let nonce = window.nonce;
@@ -1017,58 +944,6 @@ impl Task {
             (_, _) => self.communicator.forget_memory(session, handle),
         }
         registered
-    }
-
-    fn open_stream(&mut self, session: u64, handles: &[Vec<u8>], reply: StreamReply) {
-        let Backend::Cuda(cuda) = &self.backend else {
-            let _ = reply.send(Err(BufferError::WrongBackend {
-                what: "OpenStream",
-                needed: BackendKind::Cuda,
-                backend: self.spec.backend(),
-            }));
-            return;
-        };
-        let window = cuda.window(session).cloned();
-        let window = window.ok_or(BufferError::UnknownSession(session));
-        let opening = cuda::ready_handles(handles).and_then(|handles| Ok((handles, window?)));
-        let (handles, window) = match opening {
-            Ok(opening) => opening,
-            Err(error) => {
-                let _ = reply.send(Err(error));
-                return;
-            }
-        };
-        let own = self.own.clone();
-        cuda.submit(
-            "opening a stream's events",
-            move |_| {
-                cuda::Ring::open(&window, &handles).map(|(ring, done)| {
-                    let done = done.into_iter().map(|handle| handle.to_vec());
-                    (ring, done.collect())
-                })
-            },
-            move |ring| {
-                let command = Command::RingOpened {
-                    session,
-                    ring,
-                    reply,
-                };
-                tell_task(&own, command);
-            },
-        );
-    }
-
-    fn keep_ring(
-        &mut self,
-        session: u64,
-        ring: cuda::Ring,
-        handles: Vec<Vec<u8>>,
-    ) -> Result<(u64, Vec<Vec<u8>>), BufferError> {
-        self.communicator.may_use(session)?;
-        match &mut self.backend {
-            Backend::Cuda(cuda) => Ok((cuda.keep_ring(session, ring)?, handles)),
-            Backend::Host(_) => Err(BufferError::UnknownSession(session)),
-        }
     }
 
     /// Carries out what waited for the GPUs, and notices what went wrong on them.

@@ -1,13 +1,13 @@
 //! allreduced.v1.Collectives: the `rpc` lane.
 
-use crate::communicator::{AskedRange, Call, Ticket};
+use crate::communicator::{AskedRange, BadStream, Call, Ticket};
 use crate::executor::{ExecutorSpec, Handle};
 use crate::rpc::ToStatus;
 use allreduce_contract::v1::collectives_server::Collectives;
 use allreduce_contract::v1::{
-    AllReduceRequest, AllReduceResponse, BufferRange, CloseStreamRequest, CloseStreamResponse,
-    ErrorCode, OpenStreamRequest, OpenStreamResponse, PingRequest, PingResponse,
+    AllReduceRequest, AllReduceResponse, BufferRange, ErrorCode, Event, PingRequest, PingResponse,
 };
+use allreduce_contract::window::MAX_STREAMS;
 use allreduce_contract::{Algorithm, Dtype, Op};
 use std::time::Duration;
 use tonic::{Request, Response, Status};
@@ -40,6 +40,21 @@ fn range(range: BufferRange) -> AskedRange {
     AskedRange {
         buffer_id: range.buffer_id,
         offset_bytes: range.offset_bytes,
+    }
+}
+
+fn ticket(event: &Event) -> Result<Option<Ticket>, BadStream> {
+    match event.stream {
+        0 => Ok(None),
+        stream @ 1..=MAX_STREAMS => Ok(Some(Ticket {
+            stream: stream - 1,
+            value: event.value,
+            wait_ready: !event.idle,
+        })),
+        stream => Err(BadStream {
+            stream,
+            reason: "is not in 0..=64",
+        }),
     }
 }
 
@@ -86,15 +101,7 @@ impl Collectives for CollectivesService {
             },
             timeout: Duration::from_millis(u64::from(timeout_ms)),
             unsignalled: event.map(|event| event.ready_value),
-            ticket: event
-                .filter(|event| event.stream_id != 0)
-                .map(|event| Ticket {
-                    stream_id: event.stream_id,
-                    slot: event.slot,
-                    wait_ready: !event.idle,
-                }),
-            // The task looks.
-            is_ticket_known: false,
+            ticket: event.map_or(Ok(None), |event| ticket(&event)),
         });
         let reduced = match answer.await {
             Ok(Ok(reduced)) => reduced,
@@ -108,39 +115,6 @@ impl Collectives for CollectivesService {
             last_rank: reduced.last_rank.get(),
             waited_ns: nanos(reduced.waited),
         }))
-    }
-
-    async fn open_stream(
-        &self,
-        request: Request<OpenStreamRequest>,
-    ) -> Result<Response<OpenStreamResponse>, Status> {
-        let OpenStreamRequest {
-            session,
-            ready_handles,
-        } = request.into_inner();
-        let (stream_id, done_handles) = self
-            .handle
-            .open_stream(session, ready_handles)
-            .await
-            .map_err(|stopped| stopped.to_status())?
-            .map_err(|error| error.to_status())?;
-        Ok(Response::new(OpenStreamResponse {
-            stream_id,
-            done_handles,
-        }))
-    }
-
-    async fn close_stream(
-        &self,
-        request: Request<CloseStreamRequest>,
-    ) -> Result<Response<CloseStreamResponse>, Status> {
-        let CloseStreamRequest { session, stream_id } = request.into_inner();
-        self.handle
-            .close_stream(session, stream_id)
-            .await
-            .map_err(|stopped| stopped.to_status())?
-            .map_err(|error| error.to_status())?;
-        Ok(Response::new(CloseStreamResponse {}))
     }
 
     async fn ping(&self, _request: Request<PingRequest>) -> Result<Response<PingResponse>, Status> {

@@ -150,7 +150,6 @@ impl ToStatus for BufferError {
             BufferError::Misaligned(_) => (Code::InvalidArgument, detail(ErrorCode::Misaligned)),
             BufferError::BadMemory(_) => (Code::InvalidArgument, detail(ErrorCode::BadMemory)),
             BufferError::BadHandle(_) => (Code::InvalidArgument, detail(ErrorCode::InvalidField)),
-            BufferError::UnknownStream { .. } => (Code::NotFound, detail(ErrorCode::UnknownStream)),
             BufferError::WrongBackend { .. } => {
                 (Code::FailedPrecondition, detail(ErrorCode::Unsupported))
             }
@@ -186,7 +185,9 @@ impl ToStatus for CallError {
                 },
             ),
             CallError::BadSequence { .. } => (Code::OutOfRange, detail(ErrorCode::BadSequence)),
-            CallError::Missing { rank, .. } | CallError::BadEnum { rank, .. } => {
+            CallError::Missing { rank, .. }
+            | CallError::BadEnum { rank, .. }
+            | CallError::BadStream { rank, .. } => {
                 (Code::InvalidArgument, about(ErrorCode::InvalidField, *rank))
             }
             CallError::UnknownBuffer { rank, .. } => {
@@ -205,9 +206,6 @@ impl ToStatus for CallError {
                 Code::FailedPrecondition,
                 about(ErrorCode::NotSignalled, *rank),
             ),
-            CallError::UnknownStream { rank, .. } => {
-                (Code::NotFound, about(ErrorCode::UnknownStream, *rank))
-            }
             CallError::Mismatch { other, .. } => {
                 (Code::InvalidArgument, about(ErrorCode::Mismatch, *other))
             }

@@ -1,7 +1,7 @@
 //! The CUDA backend: windows in GPU memory, reductions by kernels.
 //!
 //! Owns the CUDA thread, on which everything that may block runs (opening devices, allocating, mapping,
-//! testing, freeing), and what the executor's task launches on: windows, mapped memory, event rings. Enqueueing
+//! testing, freeing), and what the executor's task launches on: windows, mapped memory. Enqueueing
 //! a reduction happens on the task's own thread and waits for nothing. Refuses to decide: the plan says which
 //! kernel, in which shape.
 //!
@@ -25,7 +25,7 @@ use crate::communicator::{
 use crate::config::CudaConfig;
 use crate::plan::Shape;
 use allreduce_contract::cuda::{
-    CudaError, DevicePtr, Driver, Entered, Event, IPC_HANDLE_LEN, ImportedMemory,
+    CudaError, DevicePtr, Driver, Entered, IPC_HANDLE_LEN, ImportedMemory, wait_flag, write_flag,
 };
 use allreduce_contract::kernel::{CALL_DIRECT, Call, CallParts, Instance, Regions, op_code};
 use allreduce_contract::window::{Abort, AbortReason};
@@ -34,10 +34,6 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
-/// Most slots of a stream.
-const MAX_SLOTS: usize = 64;
-/// Most streams of a session.
-const MAX_STREAMS: usize = 64;
 /// What the GPU may take beyond the deadline of what it was given, before it is taken for stuck.
 const GPU_GRACE: Duration = Duration::from_secs(2);
 
@@ -121,52 +117,6 @@ impl Devices {
     }
 }
 
-/// The events of a rank's stream, by slot.
-#[derive(Debug)]
-pub(crate) struct Ring {
-    ready: Vec<Event>,
-    done: Vec<Event>,
-}
-
-impl Ring {
-    /// Opens the rank's ready events, and makes as many done events; with the handles of these.
-    pub(crate) fn open(
-        window: &Window,
-        ready_handles: &[[u8; IPC_HANDLE_LEN]],
-    ) -> Result<(Self, Vec<[u8; IPC_HANDLE_LEN]>), BufferError> {
-        let context = &window.gpu.context;
-        let mut ring = Self {
-            ready: Vec::with_capacity(ready_handles.len()),
-            done: Vec::with_capacity(ready_handles.len()),
-        };
-        let mut done_handles = Vec::with_capacity(ready_handles.len());
-        for (slot, handle) in ready_handles.iter().enumerate() {
-            let bad = |error: CudaError| {
-                BufferError::BadHandle(format!(
-                    "ready_handles[{slot}] does not open: {error}; it must be of an interprocess event on the rank's device, and both processes must share /dev/shm"
-                ))
-            };
-            ring.ready.push(Event::open(context, *handle).map_err(bad)?);
-            let (done, handle) = Event::create_shared(context)
-                .map_err(|error| BufferError::BadHandle(error.to_string()))?;
-            ring.done.push(done);
-            done_handles.push(handle);
-        }
-        Ok((ring, done_handles))
-    }
-}
-
-/// Checks the handles of OpenStream.
-pub(crate) fn ready_handles(handles: &[Vec<u8>]) -> Result<Vec<[u8; IPC_HANDLE_LEN]>, BufferError> {
-    if handles.is_empty() || handles.len() > MAX_SLOTS {
-        return Err(BufferError::BadHandle(format!(
-            "{} ready_handles: 1 to {MAX_SLOTS} are taken",
-            handles.len()
-        )));
-    }
-    handles.iter().map(|handle| ipc_handle(handle)).collect()
-}
-
 /// An IPC handle from the wire.
 pub(crate) fn ipc_handle(bytes: &[u8]) -> Result<[u8; IPC_HANDLE_LEN], BufferError> {
     bytes.try_into().map_err(|_| {
@@ -193,14 +143,12 @@ pub(crate) type Freed = Box<dyn FnOnce() + Send>;
 /// What is to be freed, in this order.
 #[derive(Debug, Default)]
 struct Garbage {
-    rings: Vec<Ring>,
     imports: Vec<Arc<ImportedMemory>>,
     window: Option<Arc<Window>>,
 }
 
 impl Garbage {
     fn free(self) {
-        drop(self.rings);
         drop(self.imports);
         drop(self.window);
     }
@@ -215,8 +163,10 @@ struct Lane {
     launched: u64,
     /// Newest launch that is known to be done.
     done: u64,
-    /// The launch that the fence was recorded behind, and when.
+    /// The launch that the fence was recorded behind, and since when it should have been passed.
     fence: Option<(u64, Instant)>,
+    /// Whether the streams that hold it up were let go already.
+    released: bool,
 }
 
 /// The epoch that launches belong to.
@@ -245,17 +195,16 @@ pub(crate) struct CudaBackend {
     windows: HashMap<u64, Arc<Window>>,
     /// By session and memory.
     imports: HashMap<(u64, u64), Arc<ImportedMemory>>,
-    /// By session and stream.
-    rings: HashMap<(u64, u64), Ring>,
-    next_stream: u64,
     epoch: Option<Epoch>,
+    /// The one before, of which reductions may still be on the GPU.
+    ended: Option<Epoch>,
     lanes: Vec<Lane>,
     launches: u64,
     longest_timeout: Duration,
     /// In order of the launch they wait for.
     deferred: std::collections::VecDeque<(u64, Deferred)>,
-    /// Slots of the ranks' newest calls, to tell who keeps the GPU waiting.
-    newest: Vec<(Rank, u64, Ticket)>,
+    /// By session and stream: the newest value that the GPU waits for.
+    awaited: HashMap<(u64, u32), u32>,
 }
 
 impl CudaBackend {
@@ -282,14 +231,13 @@ impl CudaBackend {
             busy,
             windows: HashMap::new(),
             imports: HashMap::new(),
-            rings: HashMap::new(),
-            next_stream: 1,
             epoch: None,
+            ended: None,
             lanes: Vec::new(),
             launches: 0,
             longest_timeout: Duration::ZERO,
             deferred: std::collections::VecDeque::new(),
-            newest: Vec::new(),
+            awaited: HashMap::new(),
         })
     }
 
@@ -351,41 +299,6 @@ impl CudaBackend {
         self.imports.insert((session, memory), import);
     }
 
-    /// Takes a ring; answers its id.
-    pub(crate) fn keep_ring(&mut self, session: u64, ring: Ring) -> Result<u64, BufferError> {
-        let held = self.rings.keys().filter(|(owner, _)| *owner == session);
-        if held.count() >= MAX_STREAMS {
-            return Err(BufferError::Limit {
-                what: "streams",
-                limit: MAX_STREAMS as u64,
-            });
-        }
-        let stream_id = self.next_stream;
-        self.next_stream += 1;
-        self.rings.insert((session, stream_id), ring);
-        Ok(stream_id)
-    }
-
-    pub(crate) fn close_ring(&mut self, session: u64, stream_id: u64) -> bool {
-        let Some(ring) = self.rings.remove(&(session, stream_id)) else {
-            return false;
-        };
-        self.newest
-            .retain(|(_, owner, ticket)| (*owner, ticket.stream_id) != (session, stream_id));
-        let garbage = Garbage {
-            rings: vec![ring],
-            ..Garbage::default()
-        };
-        self.defer(Deferred::Free(garbage, None));
-        true
-    }
-
-    pub(crate) fn knows(&self, session: u64, ticket: Ticket) -> bool {
-        self.rings
-            .get(&(session, ticket.stream_id))
-            .is_some_and(|ring| (ticket.slot as usize) < ring.done.len())
-    }
-
     /// GPU memory of all windows.
     pub(crate) fn window_bytes(&self) -> u64 {
         self.windows
@@ -444,9 +357,10 @@ impl CudaBackend {
                 launched: 0,
                 done: 0,
                 fence: None,
+                released: false,
             });
         }
-        self.newest.clear();
+        self.awaited.clear();
         self.epoch = Some(Epoch { number, sessions });
         Ok(())
     }
@@ -457,20 +371,35 @@ impl CudaBackend {
             return;
         };
         let is_idle = self.lanes.iter().all(|lane| lane.done >= lane.launched);
-        if is_orderly || is_idle {
-            return;
+        if !is_orderly && !is_idle {
+            self.let_go(&epoch, AbortReason::Host, blamed);
         }
-        for session in &epoch.sessions {
-            if let Some(window) = self.windows.get(session) {
-                let abort = Abort {
-                    reason: AbortReason::Host,
-                    rank: blamed.map_or(0, Rank::get),
-                    epoch: number as u32,
-                    // Which one it hits is not known here.
-                    sequence: 0,
-                };
-                if let Err(error) = window.abort(abort) {
-                    tracing::warn!(%error, "cannot tell the GPU that the epoch is over");
+        self.ended = Some(epoch);
+    }
+
+    /// Has kernels of the epoch give up, and lets go the GPUs that wait for a rank's stream: the word that
+    /// says so goes first, so a kernel that starts then gives up too.
+    fn let_go(&self, epoch: &Epoch, reason: AbortReason, blamed: Option<Rank>) {
+        let abort = Abort {
+            reason,
+            rank: blamed.map_or(0, Rank::get),
+            epoch: epoch.number as u32,
+            // Which one it hits is not known here.
+            sequence: 0,
+        };
+        let windows = epoch.sessions.iter().filter_map(|session| {
+            let window = self.windows.get(session)?;
+            Some((*session, window))
+        });
+        for (_, window) in windows.clone() {
+            if let Err(error) = window.abort(abort) {
+                tracing::warn!(%error, "cannot tell the GPU that the epoch is over");
+            }
+        }
+        for (session, window) in windows {
+            for ((_, stream), value) in self.awaited.iter().filter(|((of, _), _)| *of == session) {
+                if let Err(error) = window.let_go(*stream, *value) {
+                    tracing::warn!(%error, "cannot let a stream go");
                 }
             }
         }
@@ -498,14 +427,8 @@ impl CudaBackend {
 
     /// Frees everything of a session, likewise.
     pub(crate) fn forget(&mut self, session: u64, freed: Option<Freed>) {
-        let streams: Vec<_> = self.rings.keys().copied().collect();
         let memories: Vec<_> = self.imports.keys().copied().collect();
         let garbage = Garbage {
-            rings: streams
-                .into_iter()
-                .filter(|(owner, _)| *owner == session)
-                .filter_map(|key| self.rings.remove(&key))
-                .collect(),
             imports: memories
                 .into_iter()
                 .filter(|(owner, _)| *owner == session)
@@ -513,7 +436,7 @@ impl CudaBackend {
                 .collect(),
             window: self.windows.remove(&session),
         };
-        self.newest.retain(|(_, owner, _)| *owner != session);
+        self.awaited.retain(|(owner, _), _| *owner != session);
         self.defer(Deferred::Free(garbage, freed));
     }
 
@@ -568,8 +491,11 @@ impl CudaBackend {
                 if lane.gpu.fence.is_done().map_err(lost)? {
                     lane.done = launch;
                     lane.fence = None;
+                    lane.released = false;
                 } else if since.elapsed() > self.longest_timeout + GPU_GRACE {
-                    stuck = Some(lane.gpu.device().to_string());
+                    stuck = Some((lane.gpu.device().to_string(), lane.released));
+                    lane.released = true;
+                    lane.fence = Some((launch, Instant::now()));
                 }
             }
             if lane.fence.is_none() && lane.done < lane.launched {
@@ -598,8 +524,8 @@ impl CudaBackend {
         for (session, sequence) in sequences {
             self.carry_out(Deferred::Done { session, sequence });
         }
-        if let Some(device) = stuck {
-            return Err(self.name_who_holds_up(&device));
+        if let Some((device, was_released)) = stuck {
+            return Err(self.hold_up(&device, was_released));
         }
         self.check_status()
     }
@@ -624,38 +550,46 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// The GPU has not come through: whose stream has not reached its call?
-    fn name_who_holds_up(&self, device: &str) -> GpuTrouble {
-        let late: Vec<Rank> = self
-            .newest
-            .iter()
-            .filter(|(_, _, ticket)| ticket.wait_ready)
-            .filter(|(_, session, ticket)| {
-                let ready = self
-                    .rings
-                    .get(&(*session, ticket.stream_id))
-                    .and_then(|ring| ring.ready.get(ticket.slot as usize));
-                ready.is_some_and(|event| event.is_done() == Ok(false))
-            })
-            .map(|(rank, _, _)| *rank)
-            .collect();
+    /// The GPU has not come through in time. The first time, whoever's stream has not got to its call is named
+    /// and let go; should that not help, the GPU is lost to this process.
+    fn hold_up(&self, device: &str, was_released: bool) -> GpuTrouble {
         let limit = (self.longest_timeout + GPU_GRACE).as_millis();
-        let names: Vec<String> = late.iter().map(Rank::to_string).collect();
-        let reason = if names.is_empty() {
-            format!("{device} did not finish a reduction within {limit} ms")
-        } else {
-            format!(
-                "the stream of rank {} did not reach its reduction on {device} within {limit} ms",
-                names.join(", ")
-            )
+        let epoch = self.epoch.as_ref().or(self.ended.as_ref());
+        let Some(epoch) = epoch.filter(|_| !was_released) else {
+            return GpuTrouble::Lost {
+                rank: None,
+                reason: format!("{device} did not finish a reduction within {limit} ms"),
+            };
         };
-        GpuTrouble::Lost {
-            rank: late.first().copied().filter(|_| late.len() == 1),
-            reason,
+        let late: Vec<Rank> = epoch
+            .sessions
+            .iter()
+            .filter_map(|session| {
+                let window = self.windows.get(session)?;
+                let mut awaited = self.awaited.iter().filter(|((of, _), _)| of == session);
+                // A flag that cannot be read says nothing about its rank.
+                let is_late = awaited
+                    .any(|((_, stream), value)| window.has_reached(*stream, *value) == Ok(false));
+                is_late.then_some(window.rank)
+            })
+            .collect();
+        let rank = late.first().copied().filter(|_| late.len() == 1);
+        self.let_go(epoch, AbortReason::Timeout, late.first().copied());
+        let names: Vec<String> = late.iter().map(Rank::to_string).collect();
+        GpuTrouble::Aborted {
+            rank,
+            reason: if names.is_empty() {
+                format!("{device} did not finish a reduction within {limit} ms")
+            } else {
+                format!(
+                    "the stream of rank {} did not get to its reduction on {device} within {limit} ms",
+                    names.join(", ")
+                )
+            },
         }
     }
 
-    /// Enqueues a reduction behind its ranks' ready events, and their done events behind it.
+    /// Enqueues a reduction behind its ranks' ready flags, and writes of their done flags behind it.
     pub(crate) fn launch(
         &mut self,
         launch: &Launch,
@@ -684,9 +618,9 @@ impl CudaBackend {
             }
         }
         for rank in &launch.ranks {
-            if let Some(ticket) = rank.ticket {
-                self.newest.retain(|(known, _, _)| *known != rank.rank);
-                self.newest.push((rank.rank, rank.session, ticket));
+            if let Some(ticket) = rank.ticket.filter(|ticket| ticket.wait_ready) {
+                let key = (rank.session, ticket.stream);
+                self.awaited.insert(key, ticket.value);
             }
         }
         if let Some(fault) = fault {
@@ -720,15 +654,8 @@ impl CudaBackend {
             src: address(rank.src).ok_or_else(|| missing("its source"))?,
             dst: address(rank.dst).ok_or_else(|| missing("its destination"))?,
             window: Arc::clone(window),
-            session: rank.session,
             ticket: rank.ticket,
         })
-    }
-
-    fn event(&self, part: &Part, of: impl Fn(&Ring) -> &Vec<Event>) -> Option<&Event> {
-        let ticket = part.ticket?;
-        let ring = self.rings.get(&(part.session, ticket.stream_id))?;
-        of(ring).get(ticket.slot as usize)
     }
 
     #[allow(unsafe_code)] // room: CUDA bindings
@@ -746,20 +673,24 @@ impl CudaBackend {
         let entered = lane.gpu.context.enter().map_err(failed("context"))?;
         let stream = lane.gpu.stream.raw().cast();
         for part in &here {
-            let waits = part.ticket.is_some_and(|ticket| ticket.wait_ready);
-            if let Some(ready) = self.event(part, |ring| &ring.ready).filter(|_| waits) {
-                // SYNC: ready event. The rank recorded it behind what writes its source; from here on the
-                // stream sees that.
-                // SAFETY: the stream is live and of the event's context, which is entered.
-                unsafe { ready.wait_in(&entered, stream) }.map_err(failed("ready event"))?;
+            if let Some(ticket) = part.ticket.filter(|ticket| ticket.wait_ready) {
+                let flag = part.window.ready_flag(ticket.stream);
+                // SYNC: ready flag. The rank's stream writes it behind what writes its source; from here on
+                // this stream sees that.
+                // SAFETY: the stream is live, its context is entered, and the flag is the window's, which is
+                // freed only behind a fence.
+                unsafe { wait_flag(&entered, stream, flag, ticket.value) }
+                    .map_err(failed("ready flag"))?;
             }
         }
         self.launch_kernels(lane, &entered, launch, &here)?;
         for part in &here {
-            if let Some(done) = self.event(part, |ring| &ring.done) {
-                // SYNC: done event. Who waits for it sees the result.
+            if let Some(ticket) = part.ticket {
+                let flag = part.window.done_flag(ticket.stream);
+                // SYNC: done flag. The rank's stream that waits for it sees the result.
                 // SAFETY: as above.
-                unsafe { done.record_in(&entered, stream) }.map_err(failed("done event"))?;
+                unsafe { write_flag(&entered, stream, flag, ticket.value) }
+                    .map_err(failed("done flag"))?;
             }
         }
         Ok(())
@@ -834,7 +765,6 @@ impl CudaBackend {
 /// One rank's part of a launch, with its addresses.
 struct Part {
     window: Arc<Window>,
-    session: u64,
     src: DevicePtr,
     dst: DevicePtr,
     ticket: Option<Ticket>,

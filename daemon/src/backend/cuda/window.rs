@@ -1,6 +1,7 @@
 //! One session's memory on backend cuda.
 //!
-//! Owns the window (signals, slots, staging: the executor's alone), the arena (exported to the rank), the
+//! Owns the window (signals, slots, staging: the executor's alone), the arena with the streams' flags behind it
+//! (exported to the rank), the
 //! control block of the kernels, and the control page in host memory with its status word. Made and freed on
 //! the CUDA thread.
 #![allow(unsafe_code)] // room: CUDA bindings
@@ -14,7 +15,10 @@ use allreduce_contract::kernel::{
     CONTROL_BLOCK_BYTES, ControlBlock, KERNEL_ABI_VERSION, Regions, SIGNAL_BYTES,
 };
 use allreduce_contract::memory::SealedMemory;
-use allreduce_contract::window::{Abort, CONTROL_LEN_BYTES, Control, STATUS_OFFSET_BYTES};
+use allreduce_contract::window::{
+    Abort, CONTROL_LEN_BYTES, Control, FLAGS_LEN_BYTES, STATUS_OFFSET_BYTES, done_flag,
+    flag_reached, ready_flag,
+};
 use allreduce_contract::{Rank, WorldSize};
 use cudarc::driver::sys;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -63,8 +67,8 @@ impl Window {
         static GENERATIONS: AtomicU64 = AtomicU64::new(1);
         let arena_len_bytes = spec
             .arena_len_bytes
-            .max(1)
-            .checked_next_multiple_of(ARENA_GRANULE_BYTES)
+            .checked_add(FLAGS_LEN_BYTES)
+            .and_then(|len| len.checked_next_multiple_of(ARENA_GRANULE_BYTES))
             .ok_or(GpuError::NoMemory {
                 needed: spec.arena_len_bytes,
                 available: free_bytes(&gpu.context),
@@ -104,10 +108,14 @@ impl Window {
             gpu,
         };
         let stream = &window.gpu.side_stream;
-        // SAFETY: the arena is this window's, has at least 8 bytes, and nobody else knows it yet.
-        unsafe { stream.upload(window.arena.start(), &spec.nonce.to_le_bytes()) }
-            .and_then(|()| stream.synchronize())
-            .map_err(failed("arena"))?;
+        // SAFETY: the arena is this window's, has at least 8 bytes and the flags, and nobody else knows it yet.
+        unsafe {
+            stream
+                .upload(window.arena.start(), &spec.nonce.to_le_bytes())
+                .and_then(|()| stream.fill(window.flags_start(), 0, FLAGS_LEN_BYTES))
+        }
+        .and_then(|()| stream.synchronize())
+        .map_err(failed("arena"))?;
         Ok(window)
     }
 
@@ -115,8 +123,44 @@ impl Window {
         self.arena.start()
     }
 
+    /// Without the flags behind it.
     pub(crate) fn arena_len_bytes(&self) -> u64 {
+        self.arena.len_bytes() - FLAGS_LEN_BYTES
+    }
+
+    /// Length of the allocation that the arena and its flags are in.
+    pub(crate) fn allocation_len_bytes(&self) -> u64 {
         self.arena.len_bytes()
+    }
+
+    fn flags_start(&self) -> DevicePtr {
+        self.arena.start() + self.arena_len_bytes()
+    }
+
+    /// Where a stream of the rank says that it has got to a call.
+    pub(crate) fn ready_flag(&self, stream: u32) -> DevicePtr {
+        self.flags_start() + ready_flag(stream)
+    }
+
+    /// Where this executor says that it is through with a call.
+    pub(crate) fn done_flag(&self, stream: u32) -> DevicePtr {
+        self.flags_start() + done_flag(stream)
+    }
+
+    /// Whether a stream of the rank has got to its call of this value.
+    pub(crate) fn has_reached(&self, stream: u32, value: u32) -> Result<bool, CudaError> {
+        let mut found = [0; 4];
+        let flag = self.ready_flag(stream);
+        // SAFETY: the flag is in the arena's allocation.
+        unsafe { self.gpu.side_stream.download(flag, &mut found) }?;
+        Ok(flag_reached(u32::from_le_bytes(found), value))
+    }
+
+    /// Lets go whoever waits for a stream of the rank to get to its call of this value.
+    pub(crate) fn let_go(&self, stream: u32, value: u32) -> Result<(), CudaError> {
+        let flag = self.ready_flag(stream);
+        // SAFETY: as above; a flag may be written at any time.
+        unsafe { self.gpu.side_stream.upload(flag, &value.to_le_bytes()) }
     }
 
     pub(crate) fn control_len_bytes(&self) -> u64 {

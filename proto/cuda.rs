@@ -23,7 +23,7 @@ pub type DevicePtr = u64;
 /// Length of an IPC handle of memory, bytes.
 pub const IPC_HANDLE_LEN: usize = 64;
 
-/// Oldest driver that has every function used here, on every device: CUDA 12.0 (cuStreamWaitValue32_v2).
+/// Oldest driver that has every function used here, on every device: CUDA 12.0 (cuStreamBatchMemOp_v2).
 const OLDEST_DRIVER: c_int = 12_000;
 
 /// A driver call failed.
@@ -892,41 +892,86 @@ impl Drop for Event {
     }
 }
 
-/// Enqueues a write of `value` to a flag: 4 bytes of device memory, also another process's. What the stream has
-/// done before is visible to who sees it.
+/// A flag, 4 bytes of device memory (also another process's), and a value for it.
+pub type Flag = (DevicePtr, u32);
+
+/// Most flags of one call (the driver's limit is 256).
+pub const MAX_FLAGS: usize = crate::MAX_WORLD_SIZE as usize;
+
+/// Enqueues writes of values to flags. What the stream has done before is visible to who sees them.
 ///
 /// # Safety
-/// `stream` is a live stream of the context that is entered, or null for its legacy default stream; `flag` is
-/// mapped there, aligned to 4 bytes, and stays so until the stream has done it.
+/// `stream` is a live stream of the context that is entered, or null for its legacy default stream; the flags
+/// are mapped there, aligned to 4 bytes, and stay so until the stream has done it.
 ///
 /// # Errors
 /// [`CudaError`].
-pub unsafe fn write_flag(
-    _entered: &Entered<'_>,
+pub unsafe fn write_flags(
+    entered: &Entered<'_>,
     stream: *mut c_void,
-    flag: DevicePtr,
-    value: u32,
+    flags: impl IntoIterator<Item = Flag>,
 ) -> Result<(), CudaError> {
+    let writes = flags.into_iter().map(|(address, value)| {
+        let mut operation = sys::CUstreamBatchMemOpParams { pad: [0; 6] };
+        // The union's first field is the operation in each of its forms.
+        operation.writeValue.operation =
+            sys::CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WRITE_VALUE_32;
+        operation.writeValue.address = address;
+        operation.writeValue.__bindgen_anon_1.value = value;
+        operation
+    });
     // SAFETY: the caller's.
-    unsafe { call!(cuStreamWriteValue32_v2(stream.cast(), flag, value, 0)) }
+    unsafe { operate(entered, stream, writes) }
 }
 
-/// Makes a stream wait, on the GPU, until a flag holds at least `value`, compared modulo 2^32.
+/// Makes a stream wait, on the GPU, until each flag holds at least its value, compared modulo 2^32.
 ///
 /// # Safety
-/// As [`write_flag`].
+/// As [`write_flags`].
 ///
 /// # Errors
 /// [`CudaError`].
-pub unsafe fn wait_flag(
+pub unsafe fn wait_flags(
+    entered: &Entered<'_>,
+    stream: *mut c_void,
+    flags: impl IntoIterator<Item = Flag>,
+) -> Result<(), CudaError> {
+    let waits = flags.into_iter().map(|(address, value)| {
+        let mut operation = sys::CUstreamBatchMemOpParams { pad: [0; 6] };
+        operation.waitValue.operation = sys::CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WAIT_VALUE_32;
+        operation.waitValue.address = address;
+        operation.waitValue.__bindgen_anon_1.value = value;
+        operation.waitValue.flags = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
+        operation
+    });
+    // SAFETY: the caller's.
+    unsafe { operate(entered, stream, waits) }
+}
+
+/// One call for all, which costs little more than for one; at most [`MAX_FLAGS`].
+unsafe fn operate(
     _entered: &Entered<'_>,
     stream: *mut c_void,
-    flag: DevicePtr,
-    value: u32,
+    operations: impl Iterator<Item = sys::CUstreamBatchMemOpParams>,
 ) -> Result<(), CudaError> {
-    let at_least = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
-    // SAFETY: the caller's.
-    unsafe { call!(cuStreamWaitValue32_v2(stream.cast(), flag, value, at_least)) }
+    let mut batch = [sys::CUstreamBatchMemOpParams { pad: [0; 6] }; MAX_FLAGS];
+    let mut count = 0;
+    for (place, operation) in batch.iter_mut().zip(operations) {
+        *place = operation;
+        count += 1;
+    }
+    if count == 0 {
+        return Ok(());
+    }
+    // SAFETY: the batch has at least `count` operations; the rest is the caller's.
+    unsafe {
+        call!(cuStreamBatchMemOp_v2(
+            stream.cast(),
+            count,
+            batch.as_mut_ptr(),
+            0
+        ))
+    }
 }
 
 /// Whether a stream is being captured into a graph.

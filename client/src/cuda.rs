@@ -49,7 +49,7 @@ use crate::communicator::{
 use crate::error::{AllReduceError, BufferError};
 use allreduce_contract::cuda::{
     Context, Driver, IPC_HANDLE_LEN, ImportedMemory, Relaxed, Stream, allocation_around, export,
-    is_capturing, is_idle, relax_capture_mode, wait_flag, write_flag,
+    is_capturing, is_idle, relax_capture_mode, wait_flags, write_flags,
 };
 use allreduce_contract::v1::{
     self, AllReduceRequest, BufferRange, CudaMemory, Joined, RegionKind, RegisterRequest,
@@ -755,7 +755,7 @@ impl Communicator {
         // SYNC: done flag. What comes next on the stream sees the result.
         // SAFETY: the caller promises a live stream of this context, or null; the flag is mapped until the
         // communicator is left, which waits for this.
-        unsafe { wait_flag(&entered, stream.raw(), flag, value) }
+        unsafe { wait_flags(&entered, stream.raw(), [(flag, value)]) }
             .map_err(AllReduceError::NotOrdered)?;
         reduction(&response)
     }
@@ -812,7 +812,7 @@ fn announce(
         let idle = is_idle(&entered, stream.raw())?;
         if !idle {
             // SYNC: ready flag. What the stream has written to the source before is visible to the executor's.
-            write_flag(&entered, stream.raw(), flag, value)?;
+            write_flags(&entered, stream.raw(), [(flag, value)])?;
         }
         Ok(idle)
     }

@@ -7,7 +7,7 @@
 use crate::harness::SOON;
 use crate::harness::raw::{Stream as Membership, attach_with, dial, hello, try_open};
 use allreduce_contract::cuda::{
-    Context, IPC_HANDLE_LEN, ImportedMemory, Stream, wait_flag, write_flag,
+    Context, IPC_HANDLE_LEN, ImportedMemory, Stream, wait_flags, write_flags,
 };
 use allreduce_contract::v1::attach_request::Message as FromRank;
 use allreduce_contract::v1::attach_response::Message as ToRank;
@@ -162,7 +162,7 @@ impl RawGpu {
         let flag = self.flags + ready_flag(STREAM - 1);
         let entered = self.stream.context().enter().unwrap();
         // SAFETY: the stream is of the context that is entered; the flag is behind the mapped arena.
-        unsafe { write_flag(&entered, self.stream.raw().cast(), flag, self.value) }.unwrap();
+        unsafe { write_flags(&entered, self.stream.raw().cast(), [(flag, self.value)]) }.unwrap();
         drop(entered);
         let range = Some(BufferRange {
             buffer_id: self.buffer_id,
@@ -212,7 +212,7 @@ impl RawGpu {
         unsafe {
             let entered = self.stream.context().enter().unwrap();
             let flag = self.flags + done_flag(STREAM - 1);
-            wait_flag(&entered, self.stream.raw().cast(), flag, self.value).unwrap();
+            wait_flags(&entered, self.stream.raw().cast(), [(flag, self.value)]).unwrap();
             drop(entered);
             self.stream.download(self.start, &mut found).unwrap();
         }

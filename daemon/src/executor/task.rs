@@ -5,7 +5,7 @@
 //! [`Tell`] channels. Small reductions run right here: handing them over would cost more.
 
 use crate::backend::Fault;
-use crate::backend::cuda::{self, CudaBackend, Freed, GpuTrouble};
+use crate::backend::cuda::{self, Accepted, CudaBackend, Freed, GpuTrouble};
 use crate::backend::host::{Job, Pool, Window};
 use crate::communicator::{
     BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, GpuError, JoinError,
@@ -408,6 +408,10 @@ pub(crate) struct Task {
     warnings: Vec<String>,
     /// When GPUs with work on them are to be looked at next.
     next_poll: Option<Instant>,
+    /// On backend cuda: what was answered, and is to be enqueued.
+    accepted: Vec<Accepted>,
+    /// How long enqueueing the last reduction took.
+    enqueue_time: Duration,
     lost: Option<String>,
     reductions: u64,
     commands: mpsc::Receiver<Command>,
@@ -463,6 +467,8 @@ impl Task {
             has_mps: HashMap::new(),
             warnings: Vec::new(),
             next_poll: None,
+            accepted: Vec::new(),
+            enqueue_time: Duration::ZERO,
             lost: None,
             reductions: 0,
             commands,
@@ -519,11 +525,13 @@ impl Task {
                             while let Ok(command) = self.commands.try_recv() {
                                 self.handle(command);
                                 self.carry_out();
+                                self.launch_accepted().await;
                             }
                         }
                         self.communicator.expire(now);
                         self.look_at_gpus();
                         self.carry_out();
+                        self.launch_accepted().await;
                         continue;
                     }
                 },
@@ -533,6 +541,7 @@ impl Task {
             };
             self.handle(command);
             self.carry_out();
+            self.launch_accepted().await;
             // Calls that come in all the time leave the timer no chance.
             if self.next_poll.is_some_and(|at| at <= Instant::now()) {
                 self.look_at_gpus();
@@ -1145,15 +1154,46 @@ impl Task {
         match &mut self.backend {
             Backend::Host(_) => self.launch_on_host(launch, fault),
             Backend::Cuda(cuda) => {
-                let start = Instant::now();
-                match cuda.launch(&launch, fault) {
-                    Ok(()) => self.communicator.reduced(&launch, start.elapsed()),
+                match cuda.accept(launch.clone(), fault) {
+                    // Answered first, enqueued while the answers are on their way: the ranks' streams wait for
+                    // flags, which need not have been promised to the GPU yet. The time is that of the one
+                    // before.
+                    Ok(accepted) => {
+                        self.communicator.reduced(&launch, self.enqueue_time);
+                        self.accepted.push(accepted);
+                    }
                     Err(trouble) => {
                         let (rank, reason) = self.note(trouble);
                         self.communicator.launch_failed(&launch, rank, reason);
                     }
                 }
             }
+        }
+    }
+
+    /// Enqueues what was answered. The answers are written first: a turn of the runtime does that.
+    async fn launch_accepted(&mut self) {
+        if self.accepted.is_empty() {
+            return;
+        }
+        tokio::task::yield_now().await;
+        let Backend::Cuda(cuda) = &mut self.backend else {
+            return;
+        };
+        let mut failure = None;
+        for accepted in self.accepted.drain(..) {
+            let start = Instant::now();
+            if let Err(trouble) = cuda.launch(&accepted) {
+                failure = Some(trouble);
+                break;
+            }
+            self.enqueue_time = start.elapsed();
+        }
+        if let Some(trouble) = failure {
+            let epoch = self.communicator.epoch();
+            let (rank, reason) = self.note(trouble);
+            self.communicator.gpu_failed(epoch, rank, reason);
+            self.carry_out();
         }
     }
 

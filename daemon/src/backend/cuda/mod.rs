@@ -25,7 +25,7 @@ use crate::communicator::{
 use crate::config::CudaConfig;
 use crate::plan::Shape;
 use allreduce_contract::cuda::{
-    CudaError, DevicePtr, Driver, Entered, IPC_HANDLE_LEN, ImportedMemory, wait_flag, write_flag,
+    CudaError, DevicePtr, Driver, Entered, IPC_HANDLE_LEN, ImportedMemory, wait_flags, write_flags,
 };
 use allreduce_contract::kernel::{CALL_DIRECT, Call, CallParts, Instance, Regions, op_code};
 use allreduce_contract::window::{Abort, AbortReason};
@@ -199,6 +199,8 @@ pub(crate) struct CudaBackend {
     /// The one before, of which reductions may still be on the GPU.
     ended: Option<Epoch>,
     lanes: Vec<Lane>,
+    /// Reductions that were promised to be launched.
+    accepted: u64,
     launches: u64,
     longest_timeout: Duration,
     /// In order of the launch they wait for.
@@ -234,6 +236,7 @@ impl CudaBackend {
             epoch: None,
             ended: None,
             lanes: Vec::new(),
+            accepted: 0,
             launches: 0,
             longest_timeout: Duration::ZERO,
             deferred: std::collections::VecDeque::new(),
@@ -274,6 +277,7 @@ impl CudaBackend {
     /// Whether somebody has to come back and look.
     pub(crate) fn is_active(&self) -> bool {
         !self.deferred.is_empty()
+            || self.launches < self.accepted
             || self.lanes.iter().any(|lane| lane.done < lane.launched)
             || lock(&self.busy).is_some()
     }
@@ -370,7 +374,7 @@ impl CudaBackend {
         let Some(epoch) = self.epoch.take_if(|epoch| epoch.number == number) else {
             return;
         };
-        let is_idle = self.lanes.iter().all(|lane| lane.done >= lane.launched);
+        let is_idle = self.newest_done() >= self.accepted;
         if !is_orderly && !is_idle {
             self.let_go(&epoch, AbortReason::Host, blamed);
         }
@@ -441,10 +445,10 @@ impl CudaBackend {
     }
 
     fn defer(&mut self, what: Deferred) {
-        if self.deferred.is_empty() && self.newest_done() >= self.launches {
+        if self.deferred.is_empty() && self.newest_done() >= self.accepted {
             self.carry_out(what);
         } else {
-            self.deferred.push_back((self.launches, what));
+            self.deferred.push_back((self.accepted, what));
         }
     }
 
@@ -589,23 +593,30 @@ impl CudaBackend {
         }
     }
 
-    /// Enqueues a reduction behind its ranks' ready flags, and writes of their done flags behind it.
-    pub(crate) fn launch(
+    /// Promises to launch a reduction: from here on nobody frees what it uses, even if its buffers are given
+    /// back before it is launched. Refused if a kernel of the epoch has given up.
+    pub(crate) fn accept(
         &mut self,
-        launch: &Launch,
+        launch: Launch,
         fault: Option<Fault>,
-    ) -> Result<(), GpuTrouble> {
+    ) -> Result<Accepted, GpuTrouble> {
         self.check_status()?;
-        let lost = |error: GpuError| GpuTrouble::Lost {
-            rank: None,
-            reason: format!("the reduction could not be enqueued: {error}"),
-        };
-        let mut parts = Vec::with_capacity(launch.ranks.len());
-        for rank in &launch.ranks {
-            parts.push(self.part(rank).map_err(lost)?);
-        }
+        let parts = launch.ranks.iter().map(|rank| self.part(rank));
+        let parts = parts.collect::<Result<Vec<_>, _>>().map_err(not_enqueued)?;
+        self.accepted += 1;
+        Ok(Accepted {
+            launch,
+            parts,
+            fault,
+        })
+    }
+
+    /// Enqueues a reduction that was accepted behind its ranks' ready flags, and writes of their done flags
+    /// behind it.
+    pub(crate) fn launch(&mut self, accepted: &Accepted) -> Result<(), GpuTrouble> {
+        let Accepted { launch, parts, .. } = accepted;
         for place in 0..self.lanes.len() {
-            self.launch_on(place, launch, &parts).map_err(lost)?;
+            self.launch_on(place, accepted).map_err(not_enqueued)?;
         }
         self.launches += 1;
         self.longest_timeout = self.longest_timeout.max(launch.timeout);
@@ -622,10 +633,6 @@ impl CudaBackend {
                 let key = (rank.session, ticket.stream);
                 self.awaited.insert(key, ticket.value);
             }
-        }
-        if let Some(fault) = fault {
-            damage(&parts, launch.signature, fault)
-                .map_err(|error| lost(failed("fault")(error)))?;
         }
         Ok(())
     }
@@ -659,7 +666,15 @@ impl CudaBackend {
     }
 
     #[allow(unsafe_code)] // room: CUDA bindings
-    fn launch_on(&self, place: usize, launch: &Launch, parts: &[Part]) -> Result<(), GpuError> {
+    fn launch_on(
+        &self,
+        place: usize,
+        Accepted {
+            launch,
+            parts,
+            fault,
+        }: &Accepted,
+    ) -> Result<(), GpuError> {
         let Some(lane) = self.lanes.get(place) else {
             return Ok(());
         };
@@ -672,28 +687,26 @@ impl CudaBackend {
         }
         let entered = lane.gpu.context.enter().map_err(failed("context"))?;
         let stream = lane.gpu.stream.raw().cast();
-        for part in &here {
-            if let Some(ticket) = part.ticket.filter(|ticket| ticket.wait_ready) {
-                let flag = part.window.ready_flag(ticket.stream);
-                // SYNC: ready flag. The rank's stream writes it behind what writes its source; from here on
-                // this stream sees that.
-                // SAFETY: the stream is live, its context is entered, and the flag is the window's, which is
-                // freed only behind a fence.
-                unsafe { wait_flag(&entered, stream, flag, ticket.value) }
-                    .map_err(failed("ready flag"))?;
-            }
-        }
+        let ready = here.iter().filter_map(|part| {
+            let ticket = part.ticket.filter(|ticket| ticket.wait_ready)?;
+            Some((part.window.ready_flag(ticket.stream), ticket.value))
+        });
+        // SYNC: ready flag. The rank's stream writes it behind what writes its source; from here on this stream
+        // sees that.
+        // SAFETY: the stream is live, its context is entered, and the flags are the windows', which are freed
+        // only behind a fence.
+        unsafe { wait_flags(&entered, stream, ready) }.map_err(failed("ready flags"))?;
         self.launch_kernels(lane, &entered, launch, &here)?;
-        for part in &here {
-            if let Some(ticket) = part.ticket {
-                let flag = part.window.done_flag(ticket.stream);
-                // SYNC: done flag. The rank's stream that waits for it sees the result.
-                // SAFETY: as above.
-                unsafe { write_flag(&entered, stream, flag, ticket.value) }
-                    .map_err(failed("done flag"))?;
-            }
+        if let Some(fault) = fault {
+            damage(&here, launch.signature, *fault).map_err(failed("fault"))?;
         }
-        Ok(())
+        let done = here.iter().filter_map(|part| {
+            let ticket = part.ticket?;
+            Some((part.window.done_flag(ticket.stream), ticket.value))
+        });
+        // SYNC: done flag. The rank's stream that waits for it sees the result.
+        // SAFETY: as above.
+        unsafe { write_flags(&entered, stream, done) }.map_err(failed("done flags"))
     }
 
     #[allow(unsafe_code)] // room: CUDA bindings
@@ -762,6 +775,20 @@ impl CudaBackend {
     }
 }
 
+fn not_enqueued(error: GpuError) -> GpuTrouble {
+    GpuTrouble::Lost {
+        rank: None,
+        reason: format!("the reduction could not be enqueued: {error}"),
+    }
+}
+
+/// A reduction that is to be launched.
+pub(crate) struct Accepted {
+    pub(crate) launch: Launch,
+    parts: Vec<Part>,
+    fault: Option<Fault>,
+}
+
 /// One rank's part of a launch, with its addresses.
 struct Part {
     window: Arc<Window>,
@@ -770,13 +797,13 @@ struct Part {
     ticket: Option<Ticket>,
 }
 
-/// Carries out a fault: flips a bit of a result, behind it on the stream.
+/// Carries out a fault, if it is about one of these ranks: flips a bit of a result, behind it on the stream.
 #[allow(unsafe_code)] // room: CUDA bindings
-fn damage(parts: &[Part], signature: Signature, fault: Fault) -> Result<(), CudaError> {
+fn damage(parts: &[&Part], signature: Signature, fault: Fault) -> Result<(), CudaError> {
     let len_bytes = signature.num_elems * signature.dtype.size_bytes() as u64;
-    let part = usize::try_from(fault.rank)
-        .ok()
-        .and_then(|rank| parts.get(rank));
+    let part = parts
+        .iter()
+        .find(|part| part.window.rank.get() == fault.rank);
     let Some(part) = part.filter(|_| fault.bit / 8 < len_bytes) else {
         return Ok(());
     };

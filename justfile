@@ -33,9 +33,12 @@ demo:
 grpc: demo
     tests/grpc-cli/run target/release/allreduced "$(command -v grpcurl)" "$(command -v buf)"
 
-# The CUDA kernels: compiled for every architecture by nvcc and by NVRTC, and run without a GPU.
+# The CUDA kernels: compiled for every architecture by nvcc and by NVRTC, into the crate by its build script, and run
+# without a GPU.
 kernels:
     kernels/cuda/build-all --install .ci/cache/nvcc
+    NVCC="$PWD/$(kernels/cuda/install-nvcc .ci/cache/nvcc)" ALLREDUCED_CUDA_ARCHS=80 \
+        cargo test -p allreduce-contract --features kernels --target-dir target/nvcc kernel:: -- --nocapture
     kernels/cuda/sim/run
 
 # What tests/gpu/run needs, for a machine with a GPU and no cargo, into gpu-bundle/.

@@ -407,6 +407,16 @@ int main() {
     }
 
     #[test]
+    fn the_build_has_an_image_where_it_found_nvcc() {
+        let built_with_nvcc = env!("ALLREDUCED_BUILT_WITH_NVCC") == "true";
+        println!("built with nvcc: {built_with_nvcc}");
+        assert_eq!(fatbin().is_some(), built_with_nvcc);
+        // The magic number of a fatbin, 0xba55ed50.
+        let magic = fatbin().map(|image| image.starts_with(&[0x50, 0xed, 0x55, 0xba]));
+        assert_ne!(magic, Some(false));
+    }
+
+    #[test]
     fn every_header_that_is_included_is_embedded() {
         let sources = HEADERS.iter().chain([&MAIN_SOURCE]);
         for (name, text) in sources {

@@ -828,8 +828,30 @@ int processes_rank(const char* image, u32 n, u32 rank, Board* board) {
     return failures != 0;
 }
 
+// What the memory gives: a copy far larger than the cache, in bytes read and written.
+void copy_row(Device& d) {
+    const u64 bytes = 256u << 20;
+    CUdeviceptr from, to;
+    CU(cuMemAlloc(&from, bytes));
+    CU(cuMemAlloc(&to, bytes));
+    std::vector<double> us;
+    for (int i = 0; i < 12; i++) {
+        CU(cuCtxSynchronize());
+        const double start = now_us();
+        for (int k = 0; k < 4; k++) CU(cuMemcpyDtoDAsync(to, from, bytes, d.stream));
+        CU(cuStreamSynchronize(d.stream));
+        if (i >= 2) us.push_back((now_us() - start) / 4);
+    }
+    std::sort(us.begin(), us.end());
+    const double p50 = us[us.size() / 2];
+    printf("ROW copy                256 MB    cuMemcpyDtoD %10.2f us %8.0f GB/s read and written\n", p50, 2 * bytes / p50 * 1e-3);
+    CU(cuMemFree(from));
+    CU(cuMemFree(to));
+}
+
 int fused(const char* image, u32 n, bool tune) {
     Device d(image);
+    if (n == 2) copy_row(d);
     World w(d, bench_geometry(n), 4000000000ull);
     for (u32 r = 0; r < n; r++) bench_input(w.arena(r), r, (16 << 20) / 2);
     std::vector<Config> done;

@@ -261,8 +261,8 @@ fn plan_cuda(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
 }
 
 /// The algorithm for a size, until a cost model and a topology decide. One GPU (virtual ranks): as measured
-/// on an H200 (docs/benchmarks.md, "kernels"). Several: writes to peers, which PCIe posts and NVLink takes as
-/// well.
+/// on an H200 (docs/benchmarks.md, "CUDA kernels"). Several: writes to peers, which PCIe posts and NVLink takes as
+/// well, up to 1 MiB.
 fn cuda_algorithm(world_size: WorldSize, gpus: u32, len_bytes: u64) -> Algorithm {
     const KIB: u64 = 1 << 10;
     const MIB: u64 = 1 << 20;
@@ -272,10 +272,13 @@ fn cuda_algorithm(world_size: WorldSize, gpus: u32, len_bytes: u64) -> Algorithm
         _ => 96 * KIB,
     };
     if gpus > 1 {
-        return if world_size.get() <= 2 || len_bytes <= 16 * KIB {
-            Algorithm::OneShotPush
-        } else {
-            Algorithm::TwoShotPush
+        let one_shot = world_size.get() <= 2;
+        // Slots are small: beyond some pieces, reading in place is less work.
+        return match len_bytes <= MIB {
+            true if one_shot || len_bytes <= 16 * KIB => Algorithm::OneShotPush,
+            true => Algorithm::TwoShotPush,
+            false if one_shot => Algorithm::OneShotPull,
+            false => Algorithm::TwoShotPull,
         };
     }
     if len_bytes <= 2 * KIB {

@@ -85,9 +85,13 @@ fn compile_kernels(out_dir: &Path) -> Result<(), Box<dyn Error>> {
 }
 
 fn run_nvcc(nvcc: &Path, fatbin: &Path) -> Result<(), Box<dyn Error>> {
+    println!("cargo::rerun-if-changed={}", nvcc.display());
     let help = Command::new(nvcc).arg("--help").output()?;
     let has_compress_mode = String::from_utf8_lossy(&help.stdout).contains("-compress-mode");
     let listed = Command::new(nvcc).arg("--list-gpu-code").output()?;
+    if !listed.status.success() {
+        return Err(format!("{} does not run: {}", nvcc.display(), listed.status).into());
+    }
     let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
     let supported = |arch: &str| {
         let code = format!("sm_{arch}");

@@ -17,7 +17,7 @@
 //! On backend cuda the arena is GPU memory, and behind it, at its length, are [`FLAGS_LEN_BYTES`] of flags, zero at
 //! first: for each stream that the rank counts, a ready and a done word of 32 bits, at [`ready_flag`] and
 //! [`done_flag`]. They order streams of two processes: written and waited for by the streams themselves
-//! (cuStreamWriteValue32, cuStreamWaitValue32 with "at least", compared modulo 2^32).
+//! (stream memory operations, cuStreamBatchMemOp; "at least", compared modulo 2^32).
 //!
 //! | flag | written by | waited for by | meaning |
 //! | --- | --- | --- | --- |
@@ -28,7 +28,8 @@
 //! ready flags when an epoch ends, the client writes done flags when its executor is gone.
 //!
 //! The executor never trusts the page: a rank can scribble over its own. What it reads there (`ready`)
-//! it compares with what the rank announced by RPC, and nothing else.
+//! it compares with what the rank announced by RPC; from `status` it learns that a kernel gave up, and a rank that
+//! writes there ends its own communicator's epoch.
 #![allow(unsafe_code)] // room: shared memory
 
 use crate::memory::{Mapping, MemoryError, SealedMemory};

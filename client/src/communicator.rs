@@ -110,7 +110,7 @@ pub struct Communicator {
     pub(crate) buffers: BuffersClient<Channel>,
     pub(crate) window: Arc<Window>,
     pub(crate) sequences: Arc<Sequences>,
-    /// None on backend host. Dropped before `attachment`, which leaves: the executor's events outlive
+    /// None on backend host. Dropped before `attachment`, which leaves: the executor's memory outlives
     /// this side's.
     #[cfg(feature = "cuda")]
     pub(crate) gpu: Option<crate::cuda::GpuState>,

@@ -144,7 +144,7 @@ pub(crate) struct Arena {
     len_bytes: u64,
     /// None once closed.
     memory: Mutex<Option<ImportedMemory>>,
-    in_flight: Mutex<Vec<InFlight>>,
+    pending: Mutex<Pending>,
 }
 
 impl Arena {
@@ -183,7 +183,7 @@ impl Arena {
             start: memory.start(),
             len_bytes,
             memory: Mutex::new(Some(memory)),
-            in_flight: Mutex::default(),
+            pending: Mutex::default(),
         };
         arena.prove(joined.nonce)?;
         Ok(arena)
@@ -212,33 +212,33 @@ impl Arena {
         self.start + self.len_bytes
     }
 
-    /// Notes a reduction that a stream is about to wait for, and forgets those that are done.
-    fn note(&self, control: &Control, in_flight: InFlight) {
-        let mut all = locked(&self.in_flight);
-        all.retain(|earlier| control.settled(earlier.sequence).is_none());
-        all.push(in_flight);
+    /// The flags as they are now.
+    fn read_flags(&self) -> Result<Vec<u8>, CudaError> {
+        let stream = Stream::create(&self.context)?;
+        let mut flags = vec![0; usize::try_from(FLAGS_LEN_BYTES).unwrap_or(0)];
+        // SAFETY: the flags are mapped: the callers hold the lock of `memory`, and it is some.
+        unsafe { stream.download(self.flags_start(), &mut flags) }?;
+        Ok(flags)
     }
 
     /// The executor is gone: no stream shall wait for it. Fills with NaN what will not be reduced any more, then
     /// writes the done flags in its place. To be called on a thread of the client's own.
     pub(crate) fn let_go(&self, control: &Control) -> Result<(), CudaError> {
         let memory = locked(&self.memory);
-        let mut all = std::mem::take(&mut *locked(&self.in_flight));
+        let mut all = {
+            let mut pending = locked(&self.pending);
+            // A call that comes back now waits for nobody.
+            pending.gone = true;
+            std::mem::take(&mut pending.in_flight)
+        };
         all.retain(|one| control.settled(one.sequence).is_none());
         if memory.is_none() || all.is_empty() {
             return Ok(());
         }
         let _relaxed = Relaxed::begin()?;
+        let flags = self.read_flags()?;
+        all.retain(|one| !flag_reached(word(&flags, done_flag(one.place)), one.value));
         let stream = Stream::create(&self.context)?;
-        let mut flags = vec![0; usize::try_from(FLAGS_LEN_BYTES).unwrap_or(0)];
-        // SAFETY: the flags are mapped as long as `memory`, whose lock is held.
-        unsafe { stream.download(self.flags_start(), &mut flags) }?;
-        let found = |place: u32| {
-            let at = usize::try_from(done_flag(place)).unwrap_or(usize::MAX);
-            let word = flags.get(at..).and_then(|rest| rest.first_chunk::<4>());
-            word.map_or(0, |word| u32::from_le_bytes(*word))
-        };
-        all.retain(|one| !flag_reached(found(one.place), one.value));
         for one in &all {
             // SAFETY: all_reduce_on's caller promises that nothing touches dst until the reduction is done.
             unsafe { stream.fill(one.dst, 0xff, one.len_bytes) }?;
@@ -248,26 +248,111 @@ impl Arena {
         for one in &all {
             let flag = self.flags_start() + done_flag(one.place);
             // SYNC: done flag, in the executor's place.
-            // SAFETY: as for the download.
+            // SAFETY: as in read_flags.
             unsafe { stream.upload(flag, &one.value.to_le_bytes()) }?;
         }
         stream.synchronize()
     }
 
-    /// Unmaps it, once no stream waits for its flags any more, or after a while. The executor may free it only
-    /// then.
+    /// Makes a stream wait for a reduction that the executor has promised. Refused if the executor is gone.
+    fn wait_for(
+        &self,
+        control: &Control,
+        in_flight: InFlight,
+        stream: StreamHandle,
+    ) -> Result<(), AllReduceError> {
+        let flag = self.flags_start() + done_flag(in_flight.place);
+        let value = in_flight.value;
+        // Held until the wait is enqueued: whoever lets streams go sees this one, or is seen here.
+        let mut pending = locked(&self.pending);
+        if pending.gone {
+            return Err(AllReduceError::ExecutorLost(
+                "it ended before the reduction did".to_owned(),
+            ));
+        }
+        let entered = self.context.enter().map_err(AllReduceError::NotOrdered)?;
+        // SYNC: done flag. What comes next on the stream sees the result.
+        // SAFETY: all_reduce_on's caller promises a live stream of this context, or null; the flag stays mapped
+        // until the wait is over (`in_flight`, and `Arena::close`).
+        unsafe { wait_flags(&entered, stream.raw(), [(flag, value)]) }
+            .map_err(AllReduceError::NotOrdered)?;
+        pending
+            .in_flight
+            .retain(|earlier| control.settled(earlier.sequence).is_none());
+        pending.in_flight.push(in_flight);
+        Ok(())
+    }
+
+    /// Whether no stream of the worker has anything left to do with the flags.
+    fn is_quiet(&self, control: &Control) -> bool {
+        let (waits, written) = {
+            let pending = locked(&self.pending);
+            let mut waits = pending.in_flight.iter();
+            let waits = waits.any(|one| control.settled(one.sequence).is_none());
+            (waits, pending.written.clone())
+        };
+        if waits {
+            return false;
+        }
+        if written.is_empty() {
+            return true;
+        }
+        let Ok(flags) = Relaxed::begin().and_then(|_relaxed| self.read_flags()) else {
+            return false;
+        };
+        let is_written =
+            |(place, value): (&u32, &u32)| flag_reached(word(&flags, ready_flag(*place)), *value);
+        written.iter().all(is_written)
+    }
+
+    /// Unmaps it, once no stream waits for its flags or is to write one. The executor may free it only then. If
+    /// that takes too long, it stays mapped until the process ends: an access to what is unmapped would cost the
+    /// whole context.
     pub(crate) fn close(&self, control: &Control) {
         let deadline = std::time::Instant::now() + DRAIN_TIMEOUT;
-        let is_waited_for = || {
-            let all = locked(&self.in_flight);
-            all.iter()
-                .any(|one| control.settled(one.sequence).is_none())
-        };
-        while is_waited_for() && std::time::Instant::now() < deadline {
+        let mut memory = locked(&self.memory);
+        if memory.is_none() {
+            return;
+        }
+        while !self.is_quiet(control) {
+            if std::time::Instant::now() >= deadline {
+                std::mem::forget(memory.take());
+                return;
+            }
             std::thread::sleep(PAUSE);
         }
-        drop(locked(&self.memory).take());
+        drop(memory.take());
     }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // Closed already, unless the executor was lost. Then streams were let go, and the ready flags are all
+        // that may still be written.
+        let mut memory = locked(&self.memory);
+        let is_open = memory.is_some();
+        let written = std::mem::take(&mut locked(&self.pending).written);
+        if !is_open || written.is_empty() {
+            return;
+        }
+        let flags = Relaxed::begin().and_then(|_relaxed| self.read_flags());
+        let is_written = |flags: &[u8]| {
+            written
+                .iter()
+                .all(|(place, value)| flag_reached(word(flags, ready_flag(*place)), *value))
+        };
+        if !flags.is_ok_and(|flags| is_written(&flags)) {
+            // As in close.
+            std::mem::forget(memory.take());
+        }
+    }
+}
+
+/// The flag at an offset; 0 outside.
+fn word(flags: &[u8], offset: u64) -> u32 {
+    let at = usize::try_from(offset).unwrap_or(usize::MAX);
+    let word = flags.get(at..).and_then(|rest| rest.first_chunk::<4>());
+    word.map_or(0, |word| u32::from_le_bytes(*word))
 }
 
 fn handle(bytes: &[u8]) -> Result<[u8; IPC_HANDLE_LEN], String> {
@@ -424,46 +509,98 @@ impl fmt::Debug for DeviceBuffer {
 struct Streams {
     /// By handle: the place of its flags.
     places: BTreeMap<usize, u32>,
-    /// By place: the value of the last call. It goes on counting when the place changes hands.
-    counted: Vec<u32>,
+    flags: Vec<Place>,
+    /// Where the search for a place goes on: one that was given up is taken again as late as can be.
+    next_place: u32,
 }
+
+/// The flags of a stream, as this side counts.
+#[derive(Debug, Clone, Copy, Default)]
+struct Place {
+    /// The value of the last call. It goes on counting when the place changes hands.
+    counted: u32,
+    /// The last value that the stream was told to write to its ready flag.
+    written: u32,
+    /// The sequence of the last call.
+    last_sequence: u64,
+}
+
+/// An idle stream writes no flag; yet values must stay comparable, so it does after so many.
+const MAX_UNWRITTEN: u32 = 1 << 30;
 
 impl Default for Streams {
     fn default() -> Self {
         Self {
             places: BTreeMap::new(),
-            counted: vec![0; MAX_STREAMS as usize],
+            flags: vec![Place::default(); MAX_STREAMS as usize],
+            next_place: 0,
         }
     }
 }
 
 impl Streams {
-    /// The place of a stream's flags; none if all are taken.
-    fn place(&mut self, key: usize) -> Option<u32> {
+    /// The place of a stream's flags; none if all are taken, or still in use by what streams that were given up
+    /// have enqueued. `is_settled` says whether the GPU is done with a sequence.
+    fn place(&mut self, key: usize, is_settled: impl Fn(u64) -> bool) -> Option<u32> {
         if let Some(place) = self.places.get(&key) {
             return Some(*place);
         }
-        let is_free = |place: &u32| !self.places.values().any(|taken| taken == place);
-        let place = (0..MAX_STREAMS).find(is_free)?;
+        let is_free = |place: &u32| {
+            let taken = self.places.values().any(|taken| taken == place);
+            let last = self
+                .flags
+                .get(*place as usize)
+                .map_or(0, |flags| flags.last_sequence);
+            !taken && (last == 0 || is_settled(last))
+        };
+        let from = self.next_place;
+        let place = (0..MAX_STREAMS)
+            .map(|offset| (from + offset) % MAX_STREAMS)
+            .find(is_free)?;
+        self.next_place = (place + 1) % MAX_STREAMS;
         self.places.insert(key, place);
         Some(place)
     }
 
-    /// The value of the next call on a place.
-    fn next(&mut self, place: u32) -> u32 {
-        match self.counted.get_mut(place as usize) {
-            Some(value) => {
-                *value = value.wrapping_add(1);
-                *value
-            }
+    /// The value of the next call on a place, and whether an idle stream has to write it all the same.
+    fn next(&mut self, place: u32) -> (u32, bool) {
+        let Some(flags) = self.flags.get_mut(place as usize) else {
             // Places are below MAX_STREAMS.
-            None => 0,
+            return (0, true);
+        };
+        flags.counted = flags.counted.wrapping_add(1);
+        let unwritten = flags.counted.wrapping_sub(flags.written);
+        (flags.counted, unwritten >= MAX_UNWRITTEN)
+    }
+
+    /// A call of this place is on its way.
+    fn called(&mut self, place: u32, sequence: u64) {
+        if let Some(flags) = self.flags.get_mut(place as usize) {
+            flags.last_sequence = sequence;
+        }
+    }
+
+    /// The stream was told to write its ready flag.
+    fn wrote(&mut self, place: u32, value: u32) {
+        if let Some(flags) = self.flags.get_mut(place as usize) {
+            flags.written = value;
         }
     }
 
     fn forget(&mut self, key: usize) {
         self.places.remove(&key);
     }
+}
+
+/// What streams of the worker still do with the flags.
+#[derive(Debug, Default)]
+struct Pending {
+    /// Reductions that a stream waits for.
+    in_flight: Vec<InFlight>,
+    /// By place: the newest value that a stream was told to write.
+    written: BTreeMap<u32, u32>,
+    /// The executor is gone: nothing may wait for it any more.
+    gone: bool,
 }
 
 /// A reduction that the executor has enqueued, and that a stream of the worker waits for.
@@ -543,8 +680,8 @@ impl Communicator {
         Ok(pending.enter(allocated.buffer_id, false))
     }
 
-    fn pending(&self, gpu: &GpuState, start: u64, len_bytes: u64) -> Pending {
-        Pending {
+    fn pending(&self, gpu: &GpuState, start: u64, len_bytes: u64) -> Unnamed {
+        Unnamed {
             table: Arc::clone(&gpu.table),
             errands: self.errands(),
             start,
@@ -560,7 +697,7 @@ impl Communicator {
     ///
     /// # Safety
     /// The executor maps the memory: it must not be freed before [`Self::release_device`] has answered Ok, or
-    /// the communicator has been left.
+    /// the executor has ended. (Leaving unmaps it too, but is not waited for longer than two seconds.)
     ///
     /// # Errors
     /// [`BufferError`].
@@ -650,7 +787,8 @@ impl Communicator {
     /// oldest first.
     ///
     /// A reduction that fails on the GPU (a rank's stream did not get there in time, or the rank died) leaves
-    /// NaN in `dst`, and so do all later ones of the epoch. [`Self::check`] says so, for example after
+    /// NaN in `dst` (in what was not reduced yet of a tensor longer than the window's slots), and so do all later
+    /// ones of the epoch. The timeout also covers what the ranks' streams have enqueued before. [`Self::check`] says so, for example after
     /// synchronising the stream, and so do the next call and the executor.
     ///
     /// Calls that overlap in time are made in the order of their first poll, also over several streams; none
@@ -712,18 +850,24 @@ impl Communicator {
         let timeout = self.timeout(&options);
 
         let mut streams = gpu.streams.lock().await;
+        let control = &self.window.control;
         let place = streams
-            .place(stream.key())
+            .place(stream.key(), |sequence| control.settled(sequence).is_some())
             .ok_or(AllReduceError::TooManyStreams)?;
         self.queue_has_room(timeout).await?;
-        let value = streams.next(place);
+        let (value, must_write) = streams.next(place);
         // Before the number is taken: if it fails, or nothing comes of the call, no number is used up, and
         // nobody waits for the value.
         let arena = arena(&self.window).ok_or(AllReduceError::WrongBackend(Backend::Host))?;
-        let idle = announce(arena, place, value, stream).map_err(AllReduceError::Cuda)?;
+        let idle =
+            announce(arena, (place, value), stream, must_write).map_err(AllReduceError::Cuda)?;
+        if !idle {
+            streams.wrote(place, value);
+        }
         let ticket = self.take_sequence().await?;
         // Nothing is awaited from here until the call is on its way.
         let sequence = ticket.sequence();
+        streams.called(place, sequence);
         let request = AllReduceRequest {
             sequence,
             src: Some(src),
@@ -749,14 +893,7 @@ impl Communicator {
             dst: dst_start,
             len_bytes: num_elems.saturating_mul(dtype.size_bytes() as u64),
         };
-        arena.note(&self.window.control, in_flight);
-        let entered = gpu.context.enter().map_err(AllReduceError::NotOrdered)?;
-        let flag = arena.flags_start() + done_flag(place);
-        // SYNC: done flag. What comes next on the stream sees the result.
-        // SAFETY: the caller promises a live stream of this context, or null; the flag is mapped until the
-        // communicator is left, which waits for this.
-        unsafe { wait_flags(&entered, stream.raw(), [(flag, value)]) }
-            .map_err(AllReduceError::NotOrdered)?;
+        arena.wait_for(control, in_flight, stream)?;
         reduction(&response)
     }
 
@@ -782,8 +919,8 @@ impl Communicator {
         Ok(())
     }
 
-    /// Forgets a stream, before it is destroyed: at most 64 are known at a time. Reductions enqueued before are
-    /// not touched. A stream that was never used here is no error, nor is using it again.
+    /// Forgets a stream, before it is destroyed: at most 64 are known at a time, those of which something is still
+    /// enqueued counted. Reductions enqueued before are not touched. A stream that was never used here is no error, nor is using it again.
     ///
     /// # Errors
     /// [`AllReduceError::WrongBackend`].
@@ -794,39 +931,40 @@ impl Communicator {
     }
 }
 
-/// Has the stream write its ready flag; an idle stream has nothing to wait for, and need not. Answers whether it
-/// is idle.
+/// Has the stream write its ready flag; an idle stream has nothing to wait for, and need not, unless `must_write`.
+/// Answers whether it did without.
 fn announce(
     arena: &Arena,
-    place: u32,
-    value: u32,
+    (place, value): (u32, u32),
     stream: StreamHandle,
+    must_write: bool,
 ) -> Result<bool, CudaError> {
     // Asking an idle stream is one of the calls that another thread's capture would not survive.
     let _relaxed = Relaxed::begin()?;
     let entered = arena.context.enter()?;
     let flag = arena.flags_start() + ready_flag(place);
     // SAFETY: all_reduce_on's caller promises a live stream of this context, or null, that is not captured; the
-    // flag is mapped until the communicator is left.
+    // flag stays mapped until the write is done (`written`, and `Arena::close`).
     unsafe {
-        let idle = is_idle(&entered, stream.raw())?;
-        if !idle {
-            // SYNC: ready flag. What the stream has written to the source before is visible to the executor's.
-            write_flags(&entered, stream.raw(), [(flag, value)])?;
+        if !must_write && is_idle(&entered, stream.raw())? {
+            return Ok(true);
         }
-        Ok(idle)
+        locked(&arena.pending).written.insert(place, value);
+        // SYNC: ready flag. What the stream has written to the source before is visible to the executor's.
+        write_flags(&entered, stream.raw(), [(flag, value)])?;
     }
+    Ok(false)
 }
 
 /// A buffer that has no id yet.
-struct Pending {
+struct Unnamed {
     table: Arc<Mutex<Table>>,
     errands: mpsc::UnboundedSender<Errand>,
     start: u64,
     len_bytes: u64,
 }
 
-impl Pending {
+impl Unnamed {
     /// The buffer, which the table now knows.
     fn enter(self, id: u64, registered: bool) -> DeviceBuffer {
         let Self {
@@ -929,7 +1067,7 @@ mod tests {
         let table = Arc::new(Mutex::new(Table::default()));
         let (errands, mut told) = mpsc::unbounded_channel();
         let enter = |id, start| {
-            let pending = Pending {
+            let pending = Unnamed {
                 table: Arc::clone(&table),
                 errands: errands.clone(),
                 start,
@@ -951,21 +1089,39 @@ mod tests {
     #[test]
     fn streams_keep_their_flags_and_count_on() {
         let mut streams = Streams::default();
-        let [one, other] = [7, 9].map(|key| streams.place(key).unwrap());
+        let settled = |_| true;
+        let [one, other] = [7, 9].map(|key| streams.place(key, settled).unwrap());
         assert_ne!(one, other);
-        assert_eq!(streams.place(7), Some(one));
-        assert_eq!(
-            [streams.next(one), streams.next(one), streams.next(other)],
-            [1, 2, 1]
-        );
+        assert_eq!(streams.place(7, settled), Some(one));
+        let counted = [
+            streams.next(one).0,
+            streams.next(one).0,
+            streams.next(other).0,
+        ];
+        assert_eq!(counted, [1, 2, 1]);
+        streams.called(one, 5);
         streams.forget(7);
-        // Whoever gets the place goes on from where it stood: flags never go back.
-        assert_eq!(streams.place(11), Some(one));
-        assert_eq!(streams.next(one), 3);
-        let placed = (100..).take_while(|key| streams.place(*key).is_some());
-        assert_eq!(placed.count(), MAX_STREAMS as usize - 2);
-        *streams.counted.get_mut(one as usize).unwrap() = u32::MAX;
-        assert_eq!(streams.next(one), 0);
+        // Flags that were given up are taken last, and only when the GPU is done with their last call.
+        let placed: Vec<u32> = (100..)
+            .map_while(|key| streams.place(key, |sequence| sequence != 5))
+            .collect();
+        assert_eq!(placed.len(), MAX_STREAMS as usize - 2);
+        assert!(!placed.contains(&one));
+        // Whoever gets them goes on from where they stood: flags never go back.
+        assert_eq!(streams.place(11, settled), Some(one));
+        assert_eq!(streams.next(one).0, 3);
+    }
+
+    #[test]
+    fn values_stay_comparable_however_long_a_stream_is_idle() {
+        let mut streams = Streams::default();
+        let place = streams.place(1, |_| true).unwrap();
+        assert_eq!(streams.next(place), (1, false));
+        streams.flags.get_mut(place as usize).unwrap().counted = MAX_UNWRITTEN - 2;
+        assert_eq!(streams.next(place), (MAX_UNWRITTEN - 1, false));
+        assert_eq!(streams.next(place), (MAX_UNWRITTEN, true));
+        streams.wrote(place, MAX_UNWRITTEN);
+        assert_eq!(streams.next(place), (MAX_UNWRITTEN + 1, false));
     }
 
     #[test]

@@ -165,7 +165,7 @@ fn memory_and_descriptors_come_back() {
     reduce_well(&joined);
 }
 
-/// So do windows, rings and executors when communicators come and go.
+/// So do windows and executors when communicators come and go.
 #[test]
 fn joining_and_leaving_leaves_nothing() {
     let Some((_watchdog, devices)) = gpus() else {

@@ -22,6 +22,8 @@ fn what_makes_it_slow_is_said_everywhere() {
     let joined = join_all(daemon.socket(), "slow", 2, &devices);
     reduce_well(&joined);
     let has_mps = gpu_of(&devices, 0).has_mps();
+    // Of tests/gpu/run, which has started it.
+    assert!(has_mps || std::env::var_os("ALLREDUCED_TEST_EXPECT_MPS").is_none());
     let warnings = joined[0].communicator.warnings();
     println!("MPS: {has_mps}; warnings: {warnings:#?}");
     assert_eq!(joined[1].communicator.warnings(), warnings);

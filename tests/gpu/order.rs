@@ -4,12 +4,13 @@ use crate::cuda::{Gate, begin_capture, end_capture};
 use crate::harness::bits::expected;
 use crate::harness::daemon;
 use crate::rank::{gpus, join_all, on_each, reduce_well};
-use allreduce_client::{AllReduceError, AllReduceOptions, Dtype, Op};
+use allreduce_client::cuda::DeviceBuffer;
+use allreduce_client::{Algorithm, AllReduceError, AllReduceOptions, Dtype, Op};
 
 const KIND: (Dtype, Op) = (Dtype::F32, Op::Sum);
 
 /// The call returns once it is enqueued; the reduction reads what is on the stream before it, however late that
-/// comes. Broken by a ready event that is not waited for.
+/// comes. Broken by a ready flag that is not waited for.
 #[test]
 fn a_reduction_waits_for_its_streams() {
     let Some((_watchdog, devices)) = gpus() else {
@@ -103,7 +104,7 @@ fn a_captured_stream_is_refused_and_the_capture_ends_well() {
 }
 
 /// In the mode that frameworks capture in, calls of other threads that a capture does not survive end it. What the
-/// client does is none of them: neither opening a stream, nor a call, nor waiting for a free slot.
+/// client does is none of them: neither a call, nor asking whether the stream is idle.
 #[test]
 fn a_capture_in_another_thread_is_not_disturbed() {
     let Some((_watchdog, devices)) = gpus() else {
@@ -151,31 +152,115 @@ fn a_stream_that_was_closed_is_opened_again() {
     reduce_well(&joined);
 }
 
-/// More calls than a stream may have in flight, without a look at the GPU in between, beside another stream.
+/// 200 calls on each of two streams without a wait in between: far more than may be enqueued. Each has a fresh copy of
+/// the source, and its result is kept. Broken by a call that does nothing, or not in its turn.
 #[test]
 fn many_calls_without_a_wait_are_right() {
+    const CALLS: u64 = 200;
+    const STRIDE: u64 = 512;
     let Some((_watchdog, devices)) = gpus() else {
         return;
     };
     let daemon = daemon(&[]);
     let joined = join_all(daemon.socket(), "many", 2, &devices);
-    let (tensors, sum) = expected(Dtype::F32, Op::Max, 64, 3, 2);
-    let kind = (Dtype::F32, Op::Max);
+    let (tensors, sum) = expected(KIND.0, KIND.1, 64, 3, 2);
     on_each(&joined, |rank| {
         let own = &tensors[rank.communicator.rank() as usize];
-        // One tensor for each stream. The maximum of maxima is the maximum.
-        let at = [rank.scratch.ptr(), rank.scratch.ptr() + 4096];
-        for (stream, at) in rank.streams.iter().zip(at) {
-            rank.upload(stream, at, own);
+        let rooms = rank.streams.each_ref().map(|_| {
+            let room = (CALLS + 2) * STRIDE;
+            rank.communicator.allocate_device(room as usize).unwrap()
+        });
+        let place = |room: &DeviceBuffer, index: u64| room.ptr() + index * STRIDE;
+        for (stream, room) in rank.streams.iter().zip(&rooms) {
+            rank.upload(stream, place(room, 0), own);
         }
-        for _ in 0..200 {
-            for (stream, at) in rank.streams.iter().zip(at) {
+        for index in 0..CALLS {
+            for (stream, room) in rank.streams.iter().zip(&rooms) {
+                let at = place(room, 1);
+                rank.copy(stream, at, place(room, 0), own.len());
                 let options = AllReduceOptions::default();
-                rank.call(stream, [at, at], 64, kind, options).unwrap();
+                rank.call(stream, [at, at], 64, KIND, options).unwrap();
+                rank.copy(stream, place(room, 2 + index), at, own.len());
             }
         }
-        for (stream, at) in rank.streams.iter().zip(at) {
-            assert!(rank.download(stream, at, sum.len()) == sum);
+        for (stream, room) in rank.streams.iter().zip(&rooms) {
+            for index in 0..CALLS {
+                let result = rank.download(stream, place(room, 2 + index), sum.len());
+                assert!(result == sum, "call {index}");
+            }
+        }
+        rank.communicator.check().unwrap();
+    });
+}
+
+/// A stream is forgotten while its reduction is still enqueued, and another one is used at once. Broken by flags that
+/// change hands while somebody waits for them.
+#[test]
+fn a_stream_that_is_closed_with_work_enqueued_keeps_its_flags() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let joined = join_all(daemon.socket(), "closed", 2, &devices);
+    for round in 0..3 {
+        let (tensors, sum) = expected(KIND.0, KIND.1, 251, 40 + round, 2);
+        on_each(&joined, |rank| {
+            let number = rank.communicator.rank();
+            let [first, second] = &rank.streams;
+            let [one, other, own] = [0, 8192, 16384].map(|offset| rank.scratch.ptr() + offset);
+            rank.upload(first, own, &tensors[number as usize]);
+            rank.fill(first, one, 0, sum.len());
+            first.synchronize().unwrap();
+            let gate = (number == 1).then(|| Gate::close(first));
+            rank.copy(first, one, own, sum.len());
+            let options = AllReduceOptions::default;
+            rank.call(first, [one, one], 251, KIND, options()).unwrap();
+            rank.close_stream().unwrap();
+            // Busy, so that it writes its flag.
+            rank.copy(second, other, own, sum.len());
+            rank.call(second, [other, other], 251, KIND, options())
+                .unwrap();
+            drop(gate);
+            for (stream, at) in [(first, one), (second, other)] {
+                assert!(rank.download(stream, at, sum.len()) == sum, "round {round}");
+            }
+            rank.communicator.check().unwrap();
+        });
+    }
+}
+
+/// Reductions of thousands of kernels behind a stream that is held up: more than a GPU's queue takes. The executor
+/// answers all the while, and all come out right. Broken by an executor that enqueues until it is blocked.
+#[test]
+fn long_tensors_behind_a_held_up_stream_block_nobody() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[("ALLREDUCED_CUDA__STAGING_PART_BYTES", "1024")]);
+    let joined = join_all(daemon.socket(), "long", 2, &devices);
+    // In place, by pieces of 1 KiB: 1024 kernels each.
+    let num_elems = 1 << 18;
+    let (tensors, sum) = expected(KIND.0, KIND.1, num_elems, 60, 2);
+    on_each(&joined, |rank| {
+        let number = rank.communicator.rank();
+        let stream = rank.stream();
+        let room = rank.communicator.allocate_device(sum.len()).unwrap();
+        rank.upload(stream, room.ptr(), &tensors[number as usize]);
+        stream.synchronize().unwrap();
+        let gate = (number == 1).then(|| Gate::close(stream));
+        let places = [0, 1, 2].map(|_| rank.communicator.allocate_device(sum.len()).unwrap());
+        for place in &places {
+            rank.copy(stream, place.ptr(), room.ptr(), sum.len());
+            let options = AllReduceOptions::default().algorithm(Algorithm::OneShotPull);
+            rank.call(stream, [place.ptr(); 2], num_elems, KIND, options)
+                .unwrap();
+        }
+        for _ in 0..100 {
+            rank.communicator.ping().unwrap();
+        }
+        drop(gate);
+        for place in &places {
+            assert!(rank.download(stream, place.ptr(), sum.len()) == sum);
         }
         rank.communicator.check().unwrap();
     });

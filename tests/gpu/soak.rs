@@ -24,7 +24,7 @@ struct Held {
     free_bytes: u64,
 }
 
-/// Each hand-off leaves an event to wait for, a slot, a sequence number and a row of statistics. Broken by any of
+/// Each hand-off leaves flags to write and to wait for, a sequence number and a row of statistics. Broken by any of
 /// them that stays: then something grows with the calls.
 #[test]
 fn many_hand_offs_take_no_memory() {
@@ -46,6 +46,7 @@ fn many_hand_offs_take_no_memory() {
         );
         for _ in 0..count {
             let options = AllReduceOptions::default();
+            rank.fill(rank.stream(), dst, 0, sum.len());
             rank.call(rank.stream(), [src, dst], 512, kind, options)
                 .unwrap();
         }

@@ -62,6 +62,8 @@ pub(crate) enum GpuError {
     NoKernels(String),
     #[error(transparent)]
     Memory(#[from] Arc<MemoryError>),
+    #[error("{0} is not mapped")]
+    NotMapped(String),
     #[error("{what}: {error}")]
     Call { what: String, error: CudaError },
 }

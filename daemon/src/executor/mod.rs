@@ -190,7 +190,7 @@ async fn serve(spec: Arc<ExecutorSpec>) -> Result<(), ExecutorError> {
                         // The ranks' streams still have it to tell.
                         let serving = async { tokio::select! { _ = &mut server => {}, () = &mut companion => {} } };
                         let _ = tokio::time::timeout(LAST_WORDS, serving).await;
-                        end_now();
+                        end_now(70);
                     }
                 }
                 return Ok(());
@@ -208,6 +208,11 @@ async fn serve(spec: Arc<ExecutorSpec>) -> Result<(), ExecutorError> {
             }
             () = cut_off_at => {
                 tracing::warn!("ranks did not leave within the drain timeout: cutting them off");
+                if spec.backend() == Backend::Cuda {
+                    // Freeing might wait for a GPU that waits for them.
+                    tokio::time::sleep(LAST_WORDS).await;
+                    end_now(0);
+                }
                 return Ok(());
             }
         }
@@ -217,9 +222,9 @@ async fn serve(spec: Arc<ExecutorSpec>) -> Result<(), ExecutorError> {
 /// Ends the process without CUDA's own clean-up, which would wait for the very GPU that does not go on. The
 /// supervisor removes the sockets.
 #[allow(unsafe_code)] // room: CUDA bindings
-fn end_now() -> ! {
+fn end_now(code: i32) -> ! {
     // SAFETY: _exit may be called at any time.
-    unsafe { nix::libc::_exit(70) }
+    unsafe { nix::libc::_exit(code) }
 }
 
 /// Standard input ends when the supervisor does, however it does.

@@ -5,7 +5,7 @@
 //! [`Tell`] channels. Small reductions run right here: handing them over would cost more.
 
 use crate::backend::Fault;
-use crate::backend::cuda::{self, Accepted, CudaBackend, Freed, GpuTrouble};
+use crate::backend::cuda::{self, CudaBackend, Freed, GpuTrouble, Stuck};
 use crate::backend::host::{Job, Pool, Window};
 use crate::communicator::{
     BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, GpuError, JoinError,
@@ -125,6 +125,11 @@ enum Command {
         sessions: Vec<u64>,
         epoch: u64,
         verdict: cuda::Verdict,
+    },
+    /// The CUDA thread has found out whose streams hold up a GPU.
+    Late {
+        stuck: Stuck,
+        late: Vec<Rank>,
     },
     Detach {
         session: u64,
@@ -408,8 +413,6 @@ pub(crate) struct Task {
     warnings: Vec<String>,
     /// When GPUs with work on them are to be looked at next.
     next_poll: Option<Instant>,
-    /// On backend cuda: what was answered, and is to be enqueued.
-    accepted: Vec<Accepted>,
     /// How long enqueueing the last reduction took.
     enqueue_time: Duration,
     lost: Option<String>,
@@ -467,7 +470,6 @@ impl Task {
             has_mps: HashMap::new(),
             warnings: Vec::new(),
             next_poll: None,
-            accepted: Vec::new(),
             enqueue_time: Duration::ZERO,
             lost: None,
             reductions: 0,
@@ -489,7 +491,12 @@ impl Task {
                 std::mem::forget(self);
                 return TaskEnd::Lost(reason);
             }
-            let idle = self.communicator.num_sessions() == 0;
+            // On backend cuda also: nothing is being made or freed, and the GPUs are done.
+            let is_active = match &self.backend {
+                Backend::Cuda(cuda) => cuda.is_active(),
+                Backend::Host(_) => false,
+            };
+            let idle = self.communicator.num_sessions() == 0 && !is_active;
             if (self.draining || self.orphaned) && idle {
                 return TaskEnd::Drained;
             }
@@ -561,12 +568,17 @@ impl Task {
                 window,
             } => {
                 let rank = joining.rank;
+                self.idle_since = Instant::now();
                 let window = window.map_err(|source| JoinError::Gpu { rank, source });
                 let joined = window.and_then(|window| {
-                    if self.draining {
-                        return Err(JoinError::Draining);
+                    let may_join = match self.draining {
+                        true => Err(JoinError::Draining),
+                        false => self.communicator.may_join(rank),
+                    };
+                    if let (Err(_), Backend::Cuda(cuda)) = (&may_join, &self.backend) {
+                        cuda.discard(Some(*window), None);
+                        return Err(may_join.err().unwrap_or(JoinError::Draining));
                     }
-                    self.communicator.may_join(rank)?;
                     self.admit(*joining, Made::Cuda(window))
                 });
                 if let Ok(joined) = &joined {
@@ -580,6 +592,15 @@ impl Task {
                 epoch,
                 verdict,
             } => self.tested(sessions, epoch, verdict),
+            Command::Late { stuck, late } => {
+                if let Backend::Cuda(cuda) = &self.backend {
+                    cuda.let_go_late(stuck.epoch, &late);
+                }
+                let rank = late.first().copied().filter(|_| late.len() == 1);
+                let reason = stuck.reason(&late);
+                tracing::warn!(reason, "let go");
+                self.communicator.gpu_failed(stuck.epoch, rank, reason);
+            }
             Command::Detach {
                 session,
                 how,
@@ -605,9 +626,17 @@ impl Task {
                 len_bytes,
                 reply,
             } => {
-                let registered =
-                    self.communicator
-                        .register(session, handle, offset_bytes, len_bytes);
+                let registered = match &self.backend {
+                    Backend::Host(_) => {
+                        self.communicator
+                            .register(session, handle, offset_bytes, len_bytes)
+                    }
+                    Backend::Cuda(_) => Err(BufferError::WrongBackend {
+                        what: "memory_handle",
+                        needed: BackendKind::Host,
+                        backend: BackendKind::Cuda,
+                    }),
+                };
                 let _ = reply.send(registered);
             }
             Command::RegisterCuda { request, reply } => self.import(request, reply),
@@ -910,9 +939,10 @@ impl Task {
         };
         let own = self.own.clone();
         let uuid = request.memory.device_uuid.clone();
+        let generation = request.memory.generation;
         cuda.submit(
             "mapping a rank's memory",
-            move |devices| devices.import(&window, &uuid, handle),
+            move |devices| devices.import(&window, &uuid, handle, generation),
             move |import| {
                 let command = Command::Imported {
                     request,
@@ -935,24 +965,37 @@ impl Task {
             offset_bytes,
             len_bytes,
         } = *request;
-        if memory.len_bytes > import.len_bytes() {
-            return Err(BufferError::BadMemory(format!(
-                "it was announced with {} bytes and has {}",
-                memory.len_bytes,
-                import.len_bytes()
-            )));
+        let mapped = import.len_bytes();
+        let kept = if memory.len_bytes > mapped {
+            Err(BufferError::BadMemory(format!(
+                "it was announced with {} bytes and has {mapped}",
+                memory.len_bytes
+            )))
+        } else {
+            self.communicator
+                .keep_memory(session, None, memory.len_bytes)
+        };
+        let registered = kept.and_then(|handle| {
+            let registered = self
+                .communicator
+                .register(session, handle, offset_bytes, len_bytes);
+            if registered.is_err() {
+                self.communicator.forget_memory(session, handle);
+            }
+            Ok((registered?, handle))
+        });
+        match (registered, &mut self.backend) {
+            (Ok((buffer_id, handle)), Backend::Cuda(cuda)) => {
+                cuda.keep_import(session, handle, import);
+                Ok(buffer_id)
+            }
+            (Ok((buffer_id, _)), Backend::Host(_)) => Ok(buffer_id),
+            (Err(error), Backend::Cuda(cuda)) => {
+                cuda.discard(None, Some(import));
+                Err(error)
+            }
+            (Err(error), Backend::Host(_)) => Err(error),
         }
-        let handle = self
-            .communicator
-            .keep_memory(session, None, memory.len_bytes)?;
-        let registered = self
-            .communicator
-            .register(session, handle, offset_bytes, len_bytes);
-        match (&registered, &mut self.backend) {
-            (Ok(_), Backend::Cuda(cuda)) => cuda.keep_import(session, handle, import),
-            (_, _) => self.communicator.forget_memory(session, handle),
-        }
-        registered
     }
 
     /// Carries out what waited for the GPUs, and notices what went wrong on them.
@@ -972,19 +1015,38 @@ impl Task {
             None => cuda.poll(),
         };
         if let Err(trouble) = trouble {
-            let epoch = self.communicator.epoch();
-            let (rank, reason) = self.note(trouble);
+            self.suffer(trouble);
+        }
+    }
+
+    /// Ends the epoch that a trouble is about.
+    fn suffer(&mut self, trouble: GpuTrouble) {
+        if let Some((epoch, rank, reason)) = self.note(trouble) {
             self.communicator.gpu_failed(epoch, rank, reason);
         }
     }
 
-    /// Splits a trouble; one that this process does not survive ends it after ranks were told.
-    fn note(&mut self, trouble: GpuTrouble) -> (Option<Rank>, String) {
+    /// Splits a trouble into epoch, rank and reason. One that this process does not survive ends it after ranks
+    /// were told; of one whose rank is not known yet more is heard later.
+    fn note(&mut self, trouble: GpuTrouble) -> Option<(u64, Option<Rank>, String)> {
         match trouble {
-            GpuTrouble::Aborted { rank, reason } => (rank, reason),
+            GpuTrouble::Aborted {
+                epoch,
+                rank,
+                reason,
+            } => Some((epoch, rank, reason)),
+            GpuTrouble::Stuck(stuck) => {
+                if let Backend::Cuda(cuda) = &self.backend {
+                    let own = self.own.clone();
+                    cuda.ask_who_is_late(&stuck.clone(), move |late| {
+                        tell_task(&own, Command::Late { stuck, late });
+                    });
+                }
+                None
+            }
             GpuTrouble::Lost { rank, reason } => {
                 self.lost = Some(reason.clone());
-                (rank, reason)
+                Some((self.communicator.epoch(), rank, reason))
             }
         }
     }
@@ -1129,7 +1191,10 @@ impl Task {
                 self.has_mps.remove(&session);
                 let waiting = self.detaching.remove(&session);
                 // Their memory goes with the session's.
-                self.releasing.retain(|(owner, _), _| *owner != session);
+                let released = self.releasing.extract_if(|(owner, _), _| *owner == session);
+                for (_, reply) in released {
+                    let _ = reply.send(Err(BufferError::UnknownSession(session)));
+                }
                 match &mut self.backend {
                     Backend::Host(host) => {
                         host.windows.remove(&session);
@@ -1158,13 +1223,11 @@ impl Task {
                     // Answered first, enqueued while the answers are on their way: the ranks' streams wait for
                     // flags, which need not have been promised to the GPU yet. The time is that of the one
                     // before.
-                    Ok(accepted) => {
-                        self.communicator.reduced(&launch, self.enqueue_time);
-                        self.accepted.push(accepted);
-                    }
+                    Ok(()) => self.communicator.reduced(&launch, self.enqueue_time),
                     Err(trouble) => {
-                        let (rank, reason) = self.note(trouble);
-                        self.communicator.launch_failed(&launch, rank, reason);
+                        if let Some((_, rank, reason)) = self.note(trouble) {
+                            self.communicator.launch_failed(&launch, rank, reason);
+                        }
                     }
                 }
             }
@@ -1173,26 +1236,18 @@ impl Task {
 
     /// Enqueues what was answered. The answers are written first: a turn of the runtime does that.
     async fn launch_accepted(&mut self) {
-        if self.accepted.is_empty() {
-            return;
+        match &self.backend {
+            Backend::Cuda(cuda) if cuda.is_launching() => tokio::task::yield_now().await,
+            Backend::Cuda(_) | Backend::Host(_) => return,
         }
-        tokio::task::yield_now().await;
         let Backend::Cuda(cuda) = &mut self.backend else {
             return;
         };
-        let mut failure = None;
-        for accepted in self.accepted.drain(..) {
-            let start = Instant::now();
-            if let Err(trouble) = cuda.launch(&accepted) {
-                failure = Some(trouble);
-                break;
-            }
-            self.enqueue_time = start.elapsed();
-        }
-        if let Some(trouble) = failure {
-            let epoch = self.communicator.epoch();
-            let (rank, reason) = self.note(trouble);
-            self.communicator.gpu_failed(epoch, rank, reason);
+        let start = Instant::now();
+        let launched = cuda.launch_accepted();
+        self.enqueue_time = start.elapsed();
+        if let Err(trouble) = launched {
+            self.suffer(trouble);
             self.carry_out();
         }
     }

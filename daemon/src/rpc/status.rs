@@ -127,6 +127,7 @@ impl ToStatus for JoinError {
                 GpuError::Unavailable(_)
                 | GpuError::UnknownDevice { .. }
                 | GpuError::NoKernels(_)
+                | GpuError::NotMapped(_)
                 | GpuError::Call { .. } => {
                     (Code::FailedPrecondition, detail(ErrorCode::Unsupported))
                 }

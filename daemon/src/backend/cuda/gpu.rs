@@ -24,9 +24,9 @@ pub(crate) struct Gpu {
     pub(crate) context: Arc<Context>,
     /// Carries every reduction, in order.
     pub(crate) stream: Stream,
-    /// Carries what must not wait for reductions: abort words.
+    /// Carries what must not wait for reductions: abort words, flags in a rank's place, nonces.
     pub(crate) side_stream: Stream,
-    /// Recorded behind reductions; see `Fence`.
+    /// Recorded behind reductions, to learn that they are done.
     pub(crate) fence: Event,
     multiprocessors: u32,
     kernels: Mutex<HashMap<Instance, Arc<Kernels>>>,

@@ -11,6 +11,7 @@
 
 mod gpu;
 mod image;
+mod launch;
 mod test;
 mod window;
 
@@ -18,19 +19,17 @@ pub(crate) use test::{Verdict, test};
 pub(crate) use window::{Window, WindowSpec};
 
 use crate::backend::Fault;
+
 use crate::backend::cuda::gpu::{Gpu, Kernels, failed};
-use crate::communicator::{
-    ARENA, BufferError, GpuError, Launch, Place, RankLaunch, Signature, Ticket,
-};
+use crate::backend::cuda::launch::{Accepted, Part};
+use crate::communicator::{ARENA, BufferError, GpuError, Launch, Place, RankLaunch};
 use crate::config::CudaConfig;
-use crate::plan::Shape;
-use allreduce_contract::cuda::{
-    CudaError, DevicePtr, Driver, Entered, IPC_HANDLE_LEN, ImportedMemory, wait_flags, write_flags,
-};
-use allreduce_contract::kernel::{CALL_DIRECT, Call, CallParts, Instance, Regions, op_code};
+use allreduce_contract::cuda::{CudaError, Driver, IPC_HANDLE_LEN, ImportedMemory};
+use allreduce_contract::kernel::{Instance, Regions};
 use allreduce_contract::window::{Abort, AbortReason};
 use allreduce_contract::{Rank, WorldSize};
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
@@ -52,8 +51,8 @@ fn lock(busy: &Busy) -> MutexGuard<'_, Option<(Instant, &'static str)>> {
 pub(crate) struct Devices {
     config: CudaConfig,
     gpus: HashMap<String, Arc<Gpu>>,
-    /// By GPU and handle: a process cannot open one twice, and two ranks may live in one allocation.
-    imported: HashMap<(String, [u8; IPC_HANDLE_LEN]), Weak<ImportedMemory>>,
+    /// By GPU, handle and generation: a process cannot open one twice, and two ranks may live in one allocation.
+    imported: HashMap<(String, [u8; IPC_HANDLE_LEN], u64), Weak<ImportedMemory>>,
 }
 
 impl Devices {
@@ -97,6 +96,7 @@ impl Devices {
         window: &Window,
         device_uuid: &str,
         handle: [u8; IPC_HANDLE_LEN],
+        generation: u64,
     ) -> Result<Arc<ImportedMemory>, BufferError> {
         let own = window.gpu.device().uuid();
         if device_uuid != own {
@@ -104,7 +104,7 @@ impl Devices {
                 "it is on another device than {own}, with which the rank joined"
             )));
         }
-        let key = (own.to_owned(), handle);
+        let key = (own.to_owned(), handle, generation);
         self.imported.retain(|_, memory| memory.strong_count() > 0);
         if let Some(memory) = self.imported.get(&key).and_then(Weak::upgrade) {
             return Ok(memory);
@@ -135,6 +135,8 @@ enum Deferred {
     Ended(u64),
     /// Free, then tell whoever waits for it.
     Free(Garbage, Option<Freed>),
+    /// The same, and the session's window.
+    FreeSession(u64, Garbage, Option<Freed>),
 }
 
 /// Told when memory was freed.
@@ -159,14 +161,31 @@ impl Garbage {
 struct Lane {
     gpu: Arc<Gpu>,
     kernels: Arc<Kernels>,
-    /// Newest launch here.
+    /// The epoch of the newest launch here.
+    epoch: u64,
+    /// Newest launch that is wholly enqueued here, and newest that is known to be done.
     launched: u64,
-    /// Newest launch that is known to be done.
     done: u64,
-    /// The launch that the fence was recorded behind, and since when it should have been passed.
-    fence: Option<(u64, Instant)>,
+    /// Kernels enqueued here, and those that are known to be done. A launch may be several.
+    kernels_enqueued: u64,
+    kernels_done: u64,
+    fence: Option<Fence>,
     /// Whether the streams that hold it up were let go already.
     released: bool,
+}
+
+/// What the GPU has done once its fence event has passed.
+#[derive(Debug, Clone, Copy)]
+struct Fence {
+    launch: u64,
+    kernels: u64,
+    since: Instant,
+}
+
+impl Lane {
+    fn is_idle(&self) -> bool {
+        self.done >= self.launched && self.kernels_done >= self.kernels_enqueued
+    }
 }
 
 /// The epoch that launches belong to.
@@ -180,10 +199,42 @@ struct Epoch {
 /// How a look at the GPUs went badly.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum GpuTrouble {
-    /// A kernel gave up: the epoch is over, the GPU is well.
-    Aborted { rank: Option<Rank>, reason: String },
+    /// A kernel gave up, or a rank cheats: the epoch is over, the GPU is well.
+    Aborted {
+        epoch: u64,
+        rank: Option<Rank>,
+        reason: String,
+    },
+    /// The GPU has not come through in time: somebody's stream holds it up. To be found out by
+    /// [`CudaBackend::ask_who_is_late`], which may block.
+    Stuck(Stuck),
     /// The GPU does not go on, or its context is lost: only another process helps.
     Lost { rank: Option<Rank>, reason: String },
+}
+
+/// A GPU that waits for somebody's stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Stuck {
+    pub(crate) epoch: u64,
+    device: String,
+    limit_ms: u128,
+}
+
+impl Stuck {
+    /// In words, with the ranks whose streams are late.
+    pub(crate) fn reason(&self, late: &[Rank]) -> String {
+        let Self {
+            device, limit_ms, ..
+        } = self;
+        if late.is_empty() {
+            return format!("{device} did not finish a reduction within {limit_ms} ms");
+        }
+        let names: Vec<String> = late.iter().map(Rank::to_string).collect();
+        format!(
+            "the stream of rank {} did not get to its reduction on {device} within {limit_ms} ms",
+            names.join(", ")
+        )
+    }
 }
 
 /// The backend of one executor.
@@ -192,6 +243,8 @@ pub(crate) struct CudaBackend {
     world_size: WorldSize,
     jobs: mpsc::Sender<Job>,
     busy: Busy,
+    /// Jobs that were submitted and have not ended.
+    pending_jobs: Arc<AtomicUsize>,
     windows: HashMap<u64, Arc<Window>>,
     /// By session and memory.
     imports: HashMap<(u64, u64), Arc<ImportedMemory>>,
@@ -204,9 +257,13 @@ pub(crate) struct CudaBackend {
     launches: u64,
     longest_timeout: Duration,
     /// In order of the launch they wait for.
-    deferred: std::collections::VecDeque<(u64, Deferred)>,
+    deferred: VecDeque<(u64, Deferred)>,
     /// By session and stream: the newest value that the GPU waits for.
     awaited: HashMap<(u64, u32), u32>,
+    /// By session and stream: the value of the newest call.
+    values: HashMap<(u64, u32), u32>,
+    /// Accepted, and not wholly launched, in order.
+    queue: VecDeque<Accepted>,
 }
 
 impl CudaBackend {
@@ -231,6 +288,7 @@ impl CudaBackend {
             world_size,
             jobs,
             busy,
+            pending_jobs: Arc::default(),
             windows: HashMap::new(),
             imports: HashMap::new(),
             epoch: None,
@@ -239,8 +297,10 @@ impl CudaBackend {
             accepted: 0,
             launches: 0,
             longest_timeout: Duration::ZERO,
-            deferred: std::collections::VecDeque::new(),
+            deferred: VecDeque::new(),
             awaited: HashMap::new(),
+            values: HashMap::new(),
+            queue: VecDeque::new(),
         })
     }
 
@@ -257,11 +317,15 @@ impl CudaBackend {
         done: impl FnOnce(R) + Send + 'static,
     ) {
         let busy = Arc::clone(&self.busy);
+        let pending = Arc::clone(&self.pending_jobs);
+        // Relaxed: a count to decide whether to look again.
+        pending.fetch_add(1, Ordering::Relaxed);
         let job: Job = Box::new(move |devices| {
             *lock(&busy) = Some((Instant::now(), what));
             let result = work(devices);
             *lock(&busy) = None;
             done(result);
+            pending.fetch_sub(1, Ordering::Relaxed);
         });
         // The thread ends only with this value.
         let _ = self.jobs.send(job);
@@ -278,8 +342,8 @@ impl CudaBackend {
     pub(crate) fn is_active(&self) -> bool {
         !self.deferred.is_empty()
             || self.launches < self.accepted
-            || self.lanes.iter().any(|lane| lane.done < lane.launched)
-            || lock(&self.busy).is_some()
+            || self.lanes.iter().any(|lane| !lane.is_idle())
+            || self.pending_jobs.load(Ordering::Relaxed) > 0
     }
 
     pub(crate) fn regions(&self) -> Regions {
@@ -358,13 +422,17 @@ impl CudaBackend {
             self.lanes.push(Lane {
                 gpu: Arc::clone(gpu),
                 kernels: gpu.kernels(&self.config, Instance::of(self.world_size))?,
+                epoch: number,
                 launched: 0,
                 done: 0,
+                kernels_enqueued: 0,
+                kernels_done: 0,
                 fence: None,
                 released: false,
             });
         }
         self.awaited.clear();
+        self.values.clear();
         self.epoch = Some(Epoch { number, sessions });
         Ok(())
     }
@@ -379,6 +447,60 @@ impl CudaBackend {
             self.let_go(&epoch, AbortReason::Host, blamed);
         }
         self.ended = Some(epoch);
+    }
+
+    /// The ended or current epoch of this number.
+    fn epoch_of(&self, number: u64) -> Option<&Epoch> {
+        let epochs = self.epoch.iter().chain(&self.ended);
+        epochs.into_iter().find(|epoch| epoch.number == number)
+    }
+
+    /// Finds out, on the CUDA thread, whose streams have not got to what the GPU waits for.
+    pub(crate) fn ask_who_is_late(
+        &self,
+        stuck: &Stuck,
+        done: impl FnOnce(Vec<Rank>) + Send + 'static,
+    ) {
+        let sessions = self
+            .epoch_of(stuck.epoch)
+            .map(|epoch| epoch.sessions.clone());
+        let awaited: Vec<(Arc<Window>, u32, u32)> = self
+            .awaited
+            .iter()
+            .filter(|((session, _), _)| {
+                sessions
+                    .as_ref()
+                    .is_some_and(|sessions| sessions.contains(session))
+            })
+            .filter_map(|((session, stream), value)| {
+                let window = self.windows.get(session)?;
+                Some((Arc::clone(window), *stream, *value))
+            })
+            .collect();
+        self.submit(
+            "asking whose stream is late",
+            move |_| {
+                let mut late: Vec<Rank> = awaited
+                    .iter()
+                    // A flag that cannot be read says nothing about its rank.
+                    .filter(|(window, stream, value)| {
+                        window.has_reached(*stream, *value) == Ok(false)
+                    })
+                    .map(|(window, _, _)| window.rank)
+                    .collect();
+                late.sort();
+                late.dedup();
+                late
+            },
+            done,
+        );
+    }
+
+    /// Lets go what holds up the GPUs in an epoch, because of these ranks.
+    pub(crate) fn let_go_late(&self, number: u64, late: &[Rank]) {
+        if let Some(epoch) = self.epoch_of(number) {
+            self.let_go(epoch, AbortReason::Timeout, late.first().copied());
+        }
     }
 
     /// Has kernels of the epoch give up, and lets go the GPUs that wait for a rank's stream: the word that
@@ -429,7 +551,7 @@ impl CudaBackend {
         self.defer(Deferred::Free(garbage, freed));
     }
 
-    /// Frees everything of a session, likewise.
+    /// Frees everything of a session, likewise. Until then it can be let go.
     pub(crate) fn forget(&mut self, session: u64, freed: Option<Freed>) {
         let memories: Vec<_> = self.imports.keys().copied().collect();
         let garbage = Garbage {
@@ -438,10 +560,30 @@ impl CudaBackend {
                 .filter(|(owner, _)| *owner == session)
                 .filter_map(|key| self.imports.remove(&key))
                 .collect(),
-            window: self.windows.remove(&session),
+            window: None,
         };
-        self.awaited.retain(|(owner, _), _| *owner != session);
-        self.defer(Deferred::Free(garbage, freed));
+        self.defer(Deferred::FreeSession(session, garbage, freed));
+    }
+
+    /// Frees what came to nothing. On the CUDA thread: freeing may wait for the GPU.
+    pub(crate) fn discard(&self, window: Option<Window>, import: Option<Arc<ImportedMemory>>) {
+        let garbage = Garbage {
+            imports: import.into_iter().collect(),
+            window: window.map(Arc::new),
+        };
+        self.free(garbage, None);
+    }
+
+    fn free(&self, garbage: Garbage, freed: Option<Freed>) {
+        self.submit(
+            "freeing GPU memory",
+            move |_| garbage.free(),
+            move |()| {
+                if let Some(freed) = freed {
+                    freed();
+                }
+            },
+        );
     }
 
     fn defer(&mut self, what: Deferred) {
@@ -452,7 +594,7 @@ impl CudaBackend {
         }
     }
 
-    fn carry_out(&self, what: Deferred) {
+    fn carry_out(&mut self, what: Deferred) {
         match what {
             Deferred::Done { session, sequence } => {
                 if let Some(window) = self.windows.get(&session) {
@@ -464,15 +606,13 @@ impl CudaBackend {
                     window.control.set_ended();
                 }
             }
-            Deferred::Free(garbage, freed) => self.submit(
-                "freeing GPU memory",
-                move |_| garbage.free(),
-                move |()| {
-                    if let Some(freed) = freed {
-                        freed();
-                    }
-                },
-            ),
+            Deferred::Free(garbage, freed) => self.free(garbage, freed),
+            Deferred::FreeSession(session, mut garbage, freed) => {
+                garbage.window = self.windows.remove(&session);
+                self.awaited.retain(|(owner, _), _| *owner != session);
+                self.values.retain(|(owner, _), _| *owner != session);
+                self.free(garbage, freed);
+            }
         }
     }
 
@@ -489,27 +629,54 @@ impl CudaBackend {
             rank: None,
             reason: format!("the GPU failed: {error}"),
         };
-        let mut stuck = None;
+        let mut trouble = None;
         for lane in &mut self.lanes {
-            if let Some((launch, since)) = lane.fence {
+            if let Some(Fence {
+                launch,
+                kernels,
+                since,
+            }) = lane.fence
+            {
                 if lane.gpu.fence.is_done().map_err(lost)? {
                     lane.done = launch;
+                    lane.kernels_done = kernels;
                     lane.fence = None;
                     lane.released = false;
                 } else if since.elapsed() > self.longest_timeout + GPU_GRACE {
-                    stuck = Some((lane.gpu.device().to_string(), lane.released));
+                    let stuck = Stuck {
+                        epoch: lane.epoch,
+                        device: lane.gpu.device().to_string(),
+                        limit_ms: (self.longest_timeout + GPU_GRACE).as_millis(),
+                    };
+                    // Once, whoever holds it up is let go; should that not help, nothing of ours will.
+                    trouble = Some(if lane.released {
+                        GpuTrouble::Lost {
+                            rank: None,
+                            reason: stuck.reason(&[]),
+                        }
+                    } else {
+                        GpuTrouble::Stuck(stuck)
+                    });
                     lane.released = true;
-                    lane.fence = Some((launch, Instant::now()));
+                    lane.fence = Some(Fence {
+                        launch,
+                        kernels,
+                        since: Instant::now(),
+                    });
                 }
             }
-            if lane.fence.is_none() && lane.done < lane.launched {
+            if lane.fence.is_none() && !lane.is_idle() {
                 // SAFETY: the stream is the GPU's own, of the fence's context.
                 unsafe { lane.gpu.fence.record_on(lane.gpu.stream.raw().cast()) }.map_err(lost)?;
-                lane.fence = Some((lane.launched, Instant::now()));
+                lane.fence = Some(Fence {
+                    launch: lane.launched,
+                    kernels: lane.kernels_enqueued,
+                    since: Instant::now(),
+                });
             }
         }
         let done = self.newest_done();
-        if done >= self.launches {
+        if done >= self.accepted {
             self.longest_timeout = Duration::ZERO;
         }
         // By session, the newest: saying each would wake the rank each time.
@@ -522,15 +689,18 @@ impl CudaBackend {
                 Deferred::Done { session, sequence } => {
                     sequences.insert(session, sequence);
                 }
-                Deferred::Ended(_) | Deferred::Free(..) => self.carry_out(what),
+                Deferred::Ended(_) | Deferred::Free(..) | Deferred::FreeSession(..) => {
+                    self.carry_out(what);
+                }
             }
         }
         for (session, sequence) in sequences {
             self.carry_out(Deferred::Done { session, sequence });
         }
-        if let Some((device, was_released)) = stuck {
-            return Err(self.hold_up(&device, was_released));
+        if let Some(trouble) = trouble {
+            return Err(trouble);
         }
+        self.launch_accepted()?;
         self.check_status()
     }
 
@@ -546,6 +716,7 @@ impl CudaBackend {
                 .and_then(|window| window.control.status());
             if let Some(abort) = status {
                 return Err(GpuTrouble::Aborted {
+                    epoch: epoch.number,
                     rank: self.world_size.rank(abort.rank).ok(),
                     reason: abort.to_string(),
                 });
@@ -554,98 +725,74 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// The GPU has not come through in time. The first time, whoever's stream has not got to its call is named
-    /// and let go; should that not help, the GPU is lost to this process.
-    fn hold_up(&self, device: &str, was_released: bool) -> GpuTrouble {
-        let limit = (self.longest_timeout + GPU_GRACE).as_millis();
-        let epoch = self.epoch.as_ref().or(self.ended.as_ref());
-        let Some(epoch) = epoch.filter(|_| !was_released) else {
-            return GpuTrouble::Lost {
-                rank: None,
-                reason: format!("{device} did not finish a reduction within {limit} ms"),
-            };
-        };
-        let late: Vec<Rank> = epoch
-            .sessions
-            .iter()
-            .filter_map(|session| {
-                let window = self.windows.get(session)?;
-                let mut awaited = self.awaited.iter().filter(|((of, _), _)| of == session);
-                // A flag that cannot be read says nothing about its rank.
-                let is_late = awaited
-                    .any(|((_, stream), value)| window.has_reached(*stream, *value) == Ok(false));
-                is_late.then_some(window.rank)
-            })
-            .collect();
-        let rank = late.first().copied().filter(|_| late.len() == 1);
-        self.let_go(epoch, AbortReason::Timeout, late.first().copied());
-        let names: Vec<String> = late.iter().map(Rank::to_string).collect();
-        GpuTrouble::Aborted {
-            rank,
-            reason: if names.is_empty() {
-                format!("{device} did not finish a reduction within {limit} ms")
-            } else {
-                format!(
-                    "the stream of rank {} did not get to its reduction on {device} within {limit} ms",
-                    names.join(", ")
-                )
-            },
-        }
-    }
-
     /// Promises to launch a reduction: from here on nobody frees what it uses, even if its buffers are given
-    /// back before it is launched. Refused if a kernel of the epoch has given up.
+    /// back before it is launched. Refused if a kernel of the epoch has given up, or a rank miscounts.
     pub(crate) fn accept(
         &mut self,
         launch: Launch,
         fault: Option<Fault>,
-    ) -> Result<Accepted, GpuTrouble> {
+    ) -> Result<(), GpuTrouble> {
         self.check_status()?;
+        let epoch = self.epoch.as_ref().map_or(0, |epoch| epoch.number);
+        for rank in &launch.ranks {
+            let Some(ticket) = rank.ticket else { continue };
+            let key = (rank.session, ticket.stream);
+            let is_newer = |last: &u32| (ticket.value.wrapping_sub(*last) as i32) > 0;
+            if !self.values.get(&key).is_none_or(is_newer) {
+                return Err(GpuTrouble::Aborted {
+                    epoch,
+                    rank: Some(rank.rank),
+                    reason: format!(
+                        "rank {} counts back on its stream {}: {}",
+                        rank.rank,
+                        ticket.stream + 1,
+                        ticket.value
+                    ),
+                });
+            }
+        }
         let parts = launch.ranks.iter().map(|rank| self.part(rank));
         let parts = parts.collect::<Result<Vec<_>, _>>().map_err(not_enqueued)?;
-        self.accepted += 1;
-        Ok(Accepted {
-            launch,
-            parts,
-            fault,
-        })
-    }
-
-    /// Enqueues a reduction that was accepted behind its ranks' ready flags, and writes of their done flags
-    /// behind it.
-    pub(crate) fn launch(&mut self, accepted: &Accepted) -> Result<(), GpuTrouble> {
-        let Accepted { launch, parts, .. } = accepted;
-        for place in 0..self.lanes.len() {
-            self.launch_on(place, accepted).map_err(not_enqueued)?;
-        }
-        self.launches += 1;
-        self.longest_timeout = self.longest_timeout.max(launch.timeout);
-        for lane in &mut self.lanes {
-            if parts
-                .iter()
-                .any(|part| Arc::ptr_eq(&part.window.gpu, &lane.gpu))
-            {
-                lane.launched = self.launches;
-            }
-        }
         for rank in &launch.ranks {
-            if let Some(ticket) = rank.ticket.filter(|ticket| ticket.wait_ready) {
-                let key = (rank.session, ticket.stream);
+            let Some(ticket) = rank.ticket else { continue };
+            let key = (rank.session, ticket.stream);
+            self.values.insert(key, ticket.value);
+            if ticket.wait_ready {
                 self.awaited.insert(key, ticket.value);
             }
+        }
+        self.accepted += 1;
+        self.longest_timeout = self.longest_timeout.max(launch.timeout);
+        self.queue.push_back(Accepted::new(launch, parts, fault));
+        Ok(())
+    }
+
+    /// Whether something accepted is still to be launched.
+    pub(crate) fn is_launching(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
+    /// Enqueues what was accepted, as far as the GPUs' queues have room; [`Self::poll`] goes on with the rest.
+    pub(crate) fn launch_accepted(&mut self) -> Result<(), GpuTrouble> {
+        let epoch = self.epoch.as_ref().map(|epoch| epoch.number);
+        while let Some(next) = self.queue.front_mut() {
+            if !next.advance(&mut self.lanes).map_err(not_enqueued)? {
+                break;
+            }
+            self.launches += 1;
+            for lane in &mut self.lanes {
+                if next.is_on(lane) {
+                    lane.launched = self.launches;
+                    lane.epoch = epoch.unwrap_or(lane.epoch);
+                }
+            }
+            self.queue.pop_front();
         }
         Ok(())
     }
 
     fn part(&self, rank: &RankLaunch) -> Result<Part, GpuError> {
-        let missing = |what: &str| GpuError::Call {
-            what: format!("rank {}: {what} is not mapped", rank.rank),
-            error: CudaError {
-                call: "launch",
-                code: 0,
-                name: "none".to_owned(),
-            },
-        };
+        let missing = |what: &str| GpuError::NotMapped(format!("rank {}: {what}", rank.rank));
         let window = self
             .windows
             .get(&rank.session)
@@ -664,115 +811,6 @@ impl CudaBackend {
             ticket: rank.ticket,
         })
     }
-
-    #[allow(unsafe_code)] // room: CUDA bindings
-    fn launch_on(
-        &self,
-        place: usize,
-        Accepted {
-            launch,
-            parts,
-            fault,
-        }: &Accepted,
-    ) -> Result<(), GpuError> {
-        let Some(lane) = self.lanes.get(place) else {
-            return Ok(());
-        };
-        let here: Vec<&Part> = parts
-            .iter()
-            .filter(|part| Arc::ptr_eq(&part.window.gpu, &lane.gpu))
-            .collect();
-        if here.is_empty() {
-            return Ok(());
-        }
-        let entered = lane.gpu.context.enter().map_err(failed("context"))?;
-        let stream = lane.gpu.stream.raw().cast();
-        let ready = here.iter().filter_map(|part| {
-            let ticket = part.ticket.filter(|ticket| ticket.wait_ready)?;
-            Some((part.window.ready_flag(ticket.stream), ticket.value))
-        });
-        // SYNC: ready flag. The rank's stream writes it behind what writes its source; from here on this stream
-        // sees that.
-        // SAFETY: the stream is live, its context is entered, and the flags are the windows', which are freed
-        // only behind a fence.
-        unsafe { wait_flags(&entered, stream, ready) }.map_err(failed("ready flags"))?;
-        self.launch_kernels(lane, &entered, launch, &here)?;
-        if let Some(fault) = fault {
-            damage(&here, launch.signature, *fault).map_err(failed("fault"))?;
-        }
-        let done = here.iter().filter_map(|part| {
-            let ticket = part.ticket?;
-            Some((part.window.done_flag(ticket.stream), ticket.value))
-        });
-        // SYNC: done flag. The rank's stream that waits for it sees the result.
-        // SAFETY: as above.
-        unsafe { write_flags(&entered, stream, done) }.map_err(failed("done flags"))
-    }
-
-    #[allow(unsafe_code)] // room: CUDA bindings
-    fn launch_kernels(
-        &self,
-        lane: &Lane,
-        entered: &Entered<'_>,
-        launch: &Launch,
-        here: &[&Part],
-    ) -> Result<(), GpuError> {
-        let Signature {
-            num_elems,
-            dtype,
-            op,
-            ..
-        } = launch.signature;
-        let (blocks, data_threads, launch_elems) = match launch.plan.shape {
-            Shape::Cuda {
-                blocks,
-                data_threads,
-                launch_elems,
-            } => (blocks, data_threads, launch_elems),
-            Shape::Host { .. } => {
-                return Err(GpuError::NoKernels(
-                    "the plan is one of the host's".to_owned(),
-                ));
-            }
-        };
-        let Some(op) = op_code(op) else {
-            return Err(GpuError::NoKernels(format!("no operator {op}")));
-        };
-        let elem_bytes = dtype.size_bytes() as u64;
-        let mut first = 0;
-        while first < num_elems {
-            let count = launch_elems.max(1).min(num_elems - first);
-            let calls: Vec<Call> = here
-                .iter()
-                .map(|part| {
-                    Call::new(CallParts {
-                        control: part.window.control_block.start(),
-                        src: part.src + first * elem_bytes,
-                        dst: part.dst + first * elem_bytes,
-                        num_elems: count,
-                        elem_bytes: elem_bytes as u32,
-                        op,
-                        flags: CALL_DIRECT,
-                        blocks,
-                        data_threads,
-                    })
-                })
-                .collect();
-            // SAFETY: the communicator checked the ranges against the buffers; windows, imports and control
-            // blocks are freed only when a fence behind this launch has passed (`defer`).
-            unsafe {
-                lane.kernels.launch(
-                    &lane.gpu,
-                    entered,
-                    (launch.plan.algorithm, dtype),
-                    &calls,
-                    (blocks, data_threads),
-                )
-            }?;
-            first += count;
-        }
-        Ok(())
-    }
 }
 
 fn not_enqueued(error: GpuError) -> GpuTrouble {
@@ -780,41 +818,4 @@ fn not_enqueued(error: GpuError) -> GpuTrouble {
         rank: None,
         reason: format!("the reduction could not be enqueued: {error}"),
     }
-}
-
-/// A reduction that is to be launched.
-pub(crate) struct Accepted {
-    pub(crate) launch: Launch,
-    parts: Vec<Part>,
-    fault: Option<Fault>,
-}
-
-/// One rank's part of a launch, with its addresses.
-struct Part {
-    window: Arc<Window>,
-    src: DevicePtr,
-    dst: DevicePtr,
-    ticket: Option<Ticket>,
-}
-
-/// Carries out a fault, if it is about one of these ranks: flips a bit of a result, behind it on the stream.
-#[allow(unsafe_code)] // room: CUDA bindings
-fn damage(parts: &[&Part], signature: Signature, fault: Fault) -> Result<(), CudaError> {
-    let len_bytes = signature.num_elems * signature.dtype.size_bytes() as u64;
-    let part = parts
-        .iter()
-        .find(|part| part.window.rank.get() == fault.rank);
-    let Some(part) = part.filter(|_| fault.bit / 8 < len_bytes) else {
-        return Ok(());
-    };
-    let stream = &part.window.gpu.stream;
-    let place = part.dst + fault.bit / 8;
-    let mut byte = [0];
-    // SAFETY: the byte is inside the destination, which is mapped.
-    unsafe {
-        stream.download(place, &mut byte)?;
-        let damaged = byte.map(|byte| byte ^ (1 << (fault.bit % 8)));
-        stream.upload(place, &damaged)?;
-    }
-    stream.synchronize()
 }

@@ -1,7 +1,8 @@
 //! The test before Ready: can these GPUs work together, by the kernels that will be used?
 //!
 //! Owns the test. Run on the CUDA thread when every rank has joined and mapped its window. For each pair of
-//! ranks, then for all of them together, it runs real kernels on the real windows and compares every bit with
+//! ranks, then for all of them together, it runs real kernels on the real windows (and before that, each rank's
+//! flags are written and waited for) and compares every bit with
 //! the reference: what drivers say about peers has been wrong, and a copy that works proves no kernel. Every
 //! wait has a deadline. The verdict is one for all ranks, and names whom it is about.
 #![allow(unsafe_code)] // room: CUDA bindings
@@ -10,8 +11,9 @@ use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::window::Window;
 use crate::config::CudaConfig;
 use crate::plan::GpuLimits;
-use allreduce_contract::cuda::DeviceMemory;
+use allreduce_contract::cuda::{CudaError, DeviceMemory, wait_flags, write_flags};
 use allreduce_contract::kernel::{CALL_DIRECT, Call, CallParts, Instance, op_code};
+use allreduce_contract::window::MAX_STREAMS;
 use allreduce_contract::{Algorithm, Backend, Dtype, Op, Rank, WorldSize};
 use allreduce_kernels::reference::reduce_bytes;
 use std::sync::Arc;
@@ -54,6 +56,15 @@ pub(crate) fn test(
             Err(error) => return Err(about(&error)),
         }
     }
+    for window in &windows {
+        test_flags(window).map_err(|reason| {
+            let device = window.gpu.device();
+            (
+                vec![window.rank],
+                format!("rank {} ({device}): flags: {reason}", window.rank),
+            )
+        })?;
+    }
     for (index, one) in windows.iter().enumerate() {
         for other in windows.iter().skip(index + 1) {
             test_pair(one, other, config).map_err(|reason| {
@@ -79,6 +90,25 @@ pub(crate) fn test(
     }
     prepare(&windows, epoch, timeout).map_err(all)?;
     limits(&windows, config).map_err(all)
+}
+
+/// Writes a flag and waits for it, as reductions do. The rank's streams have not used theirs yet.
+fn test_flags(window: &Window) -> Result<(), String> {
+    let text = |error: CudaError| error.to_string();
+    let flag = (window.ready_flag(MAX_STREAMS - 1), 1);
+    {
+        let entered = window.gpu.context.enter().map_err(text)?;
+        let stream = window.gpu.stream.raw().cast();
+        // SAFETY: the stream is live and of the context that is entered; the flag is in the window's arena.
+        unsafe {
+            write_flags(&entered, stream, [flag])
+                .and_then(|()| wait_flags(&entered, stream, [flag]))
+                .map_err(text)?;
+        }
+    }
+    // SAFETY: as above.
+    unsafe { window.gpu.stream.fill(flag.0, 0, 4) }.map_err(text)?;
+    wait_idle(&[window])
 }
 
 fn test_pair(one: &Window, other: &Window, config: &CudaConfig) -> Result<(), String> {

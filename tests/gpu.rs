@@ -20,6 +20,8 @@ mod death;
 mod eligible;
 #[path = "gpu/memory.rs"]
 mod memory;
+#[path = "gpu/nvrtc.rs"]
+mod nvrtc;
 #[path = "gpu/observe.rs"]
 mod observe;
 #[path = "gpu/order.rs"]

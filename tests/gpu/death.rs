@@ -224,11 +224,16 @@ fn held_up(daemon: &PrivateDaemon, name: &str) -> Vec<Worker> {
     workers
 }
 
-/// The stream of a rank comes to its end, and what should have been reduced is NaN.
+/// The stream of a rank comes to its end.
 fn is_let_go(worker: &mut Worker) {
     eventually("the stream is let go", || {
         (worker.ask("idle") == "idle").then_some(())
     });
+}
+
+/// It does, and what should have been reduced is NaN.
+fn is_let_go_with_nan(worker: &mut Worker) {
+    is_let_go(worker);
     assert_eq!(worker.ask("nan"), "nan");
 }
 
@@ -258,13 +263,13 @@ fn a_stream_that_does_not_get_there_is_named_and_let_go() {
     let again = workers[0].ask("call 2000");
     println!("its next call:  {again}");
     assert!(again.contains(" over "), "{again}");
-    is_let_go(&mut workers[0]);
+    is_let_go_with_nan(&mut workers[0]);
 
     assert_eq!(workers[1].ask("open"), "opened");
     let told = workers[1].ask("check");
     println!("rank 1 is told: {told}");
     assert!(told.contains(" over "), "{told}");
-    is_let_go(&mut workers[1]);
+    is_let_go_with_nan(&mut workers[1]);
     reduce_well(&others);
     for answer in ask_both(&mut workers, "join") {
         assert!(answer.starts_with("joined "), "{answer}");
@@ -292,7 +297,10 @@ fn a_rank_that_dies_with_a_reduction_enqueued_holds_up_nobody() {
     });
     println!("rank 0 is told: {told}");
     assert!(told.contains(" over "), "{told}");
+    // The driver that takes the process down may let its held-up stream run on first: then the reduction was done
+    // with what the rank's memory held, in an epoch that is over.
     is_let_go(&mut workers[0]);
+    println!("rank 0 has {}", workers[0].ask("nan"));
     reduce_well(&others);
 }
 
@@ -313,9 +321,9 @@ fn an_executor_that_dies_with_a_reduction_enqueued_holds_up_nobody() {
     });
     println!("rank 0 is told: {told}");
     assert!(told.contains(" over "), "{told}");
-    is_let_go(&mut workers[0]);
+    is_let_go_with_nan(&mut workers[0]);
     assert_eq!(workers[1].ask("open"), "opened");
-    is_let_go(&mut workers[1]);
+    is_let_go_with_nan(&mut workers[1]);
     reduce_well(&others);
     for answer in ask_both(&mut workers, "join") {
         assert!(answer.starts_with("joined "), "{answer}");

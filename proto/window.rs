@@ -249,7 +249,6 @@ impl Control {
     pub fn create(
         rank: crate::Rank,
         world_size: crate::WorldSize,
-        epoch: u64,
     ) -> Result<(Self, SealedMemory), MemoryError> {
         let memory = SealedMemory::create(c"allreduced-control", CONTROL_LEN_BYTES)?;
         let control = Self {
@@ -261,8 +260,13 @@ impl Control {
         page.abi.store(ABI_VERSION, Ordering::Relaxed);
         page.rank.store(rank.get(), Ordering::Relaxed);
         page.world_size.store(world_size.get(), Ordering::Relaxed);
-        page.epoch.store(epoch, Ordering::Relaxed);
         Ok((control, memory))
+    }
+
+    /// Executor: the epoch that the rank is taken into, known only when the window is made.
+    pub fn set_epoch(&self, epoch: u64) {
+        // Relaxed: the descriptor is passed on, and the page mapped, only after this store.
+        self.page().epoch.store(epoch, Ordering::Relaxed);
     }
 
     /// Client: maps and checks a control page.
@@ -412,7 +416,7 @@ mod tests {
     fn pair() -> (Control, Control) {
         let world_size = WorldSize::new(2).unwrap();
         let rank = world_size.rank(1).unwrap();
-        let (executor, memory) = Control::create(rank, world_size, 1).unwrap();
+        let (executor, memory) = Control::create(rank, world_size).unwrap();
         (executor, Control::open(&memory).unwrap())
     }
 

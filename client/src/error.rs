@@ -293,10 +293,6 @@ pub enum AllReduceError {
     #[cfg(feature = "cuda")]
     #[error("the reduction is enqueued, but the stream does not wait for it: {0}")]
     NotOrdered(CudaError),
-    /// A thread could not be made. Nothing was sent.
-    #[cfg(feature = "cuda")]
-    #[error("the client's thread: {0}")]
-    Thread(String),
 }
 
 impl AllReduceError {
@@ -337,8 +333,7 @@ impl AllReduceError {
             | Self::TooManyStreams
             | Self::QueueFull { .. }
             | Self::Cuda(_)
-            | Self::NotOrdered(_)
-            | Self::Thread(_) => false,
+            | Self::NotOrdered(_) => false,
         }
     }
 }

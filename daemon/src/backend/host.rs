@@ -16,7 +16,7 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 /// One session's memory.
@@ -35,7 +35,6 @@ impl Window {
     pub(crate) fn create(
         rank: Rank,
         world_size: WorldSize,
-        epoch: u64,
         arena_len_bytes: u64,
     ) -> Result<Self, MemoryError> {
         let exhausted = MemoryError::Exhausted {
@@ -47,7 +46,7 @@ impl Window {
             .and_then(|len| len.max(1).checked_next_multiple_of(4096))
             .and_then(NonZeroUsize::new)
             .ok_or(exhausted)?;
-        let (control, control_memory) = Control::create(rank, world_size, epoch)?;
+        let (control, control_memory) = Control::create(rank, world_size)?;
         let arena_memory = SealedMemory::create(c"allreduced-arena", len_bytes)?;
         Ok(Self {
             control,
@@ -79,7 +78,7 @@ impl Window {
         self.handed.insert(handle, (Arc::new(mapping), memory));
     }
 
-    /// Whether `memory` is one of this window's. Two buffers of one memory could overlap unseen.
+    /// Whether `memory` is one of this window's.
     pub(crate) fn knows(&self, memory: &SealedMemory) -> bool {
         let identity = memory.identity();
         self.handed
@@ -250,6 +249,29 @@ impl Job {
             let byte = dst.add(byte);
             byte.write(byte.read() ^ (1 << (fault.bit % 8)));
         }
+    }
+}
+
+type MemoryJob = Box<dyn FnOnce() + Send>;
+
+/// A thread that makes and frees memory, in the order asked: a GiB of pages takes a third of a second, in which
+/// the executor's task would answer nobody.
+#[derive(Debug)]
+pub(crate) struct MemoryThread(mpsc::Sender<MemoryJob>);
+
+impl MemoryThread {
+    pub(crate) fn start() -> std::io::Result<Self> {
+        let (sender, jobs) = mpsc::channel::<MemoryJob>();
+        std::thread::Builder::new()
+            .name("memory".to_owned())
+            .spawn(move || jobs.into_iter().for_each(|job| job()))?;
+        Ok(Self(sender))
+    }
+
+    /// Runs a job after those before it.
+    pub(crate) fn run(&self, job: impl FnOnce() + Send + 'static) {
+        // The thread ends only with this value. Were it gone, who waits for the job's answer would be told.
+        let _ = self.0.send(Box::new(job));
     }
 }
 

@@ -6,10 +6,10 @@
 
 use crate::backend::Fault;
 use crate::backend::cuda::{self, CudaBackend, Freed, GpuTrouble, Stuck};
-use crate::backend::host::{Job, Pool, Window};
+use crate::backend::host::{Job, MemoryThread, Pool, Window};
 use crate::communicator::{
-    BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, GpuError, JoinError,
-    Joining, Launch, Quantiles, RankStats, Reduced, ReductionKind, SessionInfo, Settings, Stats,
+    BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, JoinError, Joining,
+    Launch, Quantiles, RankStats, Reduced, ReductionKind, SessionInfo, Settings, Stats,
 };
 use crate::config::ms;
 use crate::executor::ExecutorSpec;
@@ -17,7 +17,7 @@ use crate::health::HealthTable;
 use crate::plan::{LaneChoice, choose_lane};
 use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
 use allreduce_contract::cuda::ImportedMemory;
-use allreduce_contract::memory::{MemoryError, SealedMemory};
+use allreduce_contract::memory::{Mapping, MemoryError, SealedMemory};
 use allreduce_contract::v1::{CudaMemory, ErrorCode, Hello};
 use allreduce_contract::window::{ABI_VERSION, Control};
 use allreduce_contract::{Algorithm, Backend as BackendKind, Lane, Rank};
@@ -101,6 +101,7 @@ pub(crate) struct RankReport {
 
 pub(crate) type CallReply = oneshot::Sender<Result<Reduced, CallError>>;
 type JoinReply = oneshot::Sender<Result<JoinedAs, JoinError>>;
+type HandReply = oneshot::Sender<Result<u64, Refusal>>;
 
 /// What the task is asked. Each carries where the answer goes.
 #[derive(Debug)]
@@ -109,12 +110,12 @@ enum Command {
         hello: Box<Hello>,
         reply: JoinReply,
     },
-    /// The CUDA thread has made a window.
+    /// A rank's window is made, by the memory thread or the CUDA thread.
     Prepared {
         joining: Box<Joining>,
         has_mps: bool,
         reply: JoinReply,
-        window: Result<Box<cuda::Window>, GpuError>,
+        window: Result<Made, JoinError>,
     },
     Mapped {
         session: u64,
@@ -178,7 +179,14 @@ enum Command {
         session: u64,
         rank: u32,
         memory: SealedMemory,
-        reply: oneshot::Sender<Result<u64, Refusal>>,
+        reply: HandReply,
+    },
+    /// The memory thread has mapped what was handed over.
+    Handed {
+        session: u64,
+        handle: u64,
+        mapped: Result<(Mapping, SealedMemory), MemoryError>,
+        reply: HandReply,
     },
     RecordError(ErrorCode),
     Orphaned,
@@ -364,11 +372,19 @@ pub(crate) enum TaskEnd {
     Lost(String),
 }
 
-/// The memory of the host backend, and the threads that share its large reductions.
+/// The memory of the host backend, the thread that makes it, and those that share its large reductions.
 struct HostBackend {
     windows: HashMap<u64, Window>,
+    memory_thread: MemoryThread,
     pool: Option<Pool>,
     max_threads: usize,
+}
+
+impl HostBackend {
+    /// Whether `memory` is part of a window. Two buffers of one memory could overlap unseen.
+    fn knows(&self, memory: &SealedMemory) -> bool {
+        self.windows.values().any(|window| window.knows(memory))
+    }
 }
 
 /// Where windows live and who reduces.
@@ -455,6 +471,7 @@ impl Task {
             backend: match spec.backend() {
                 BackendKind::Host => Backend::Host(HostBackend {
                     windows: HashMap::new(),
+                    memory_thread: MemoryThread::start()?,
                     pool: None,
                     max_threads,
                 }),
@@ -567,19 +584,19 @@ impl Task {
                 reply,
                 window,
             } => {
-                let rank = joining.rank;
                 self.idle_since = Instant::now();
-                let window = window.map_err(|source| JoinError::Gpu { rank, source });
                 let joined = window.and_then(|window| {
                     let may_join = match self.draining {
                         true => Err(JoinError::Draining),
-                        false => self.communicator.may_join(rank),
+                        false => self.communicator.may_join(joining.rank),
                     };
-                    if let (Err(_), Backend::Cuda(cuda)) = (&may_join, &self.backend) {
-                        cuda.discard(Some(*window), None);
-                        return Err(may_join.err().unwrap_or(JoinError::Draining));
+                    match may_join {
+                        Ok(()) => self.admit(*joining, window),
+                        Err(error) => {
+                            self.discard(window);
+                            Err(error)
+                        }
                     }
-                    self.admit(*joining, Made::Cuda(window))
                 });
                 if let Ok(joined) = &joined {
                     self.has_mps.insert(joined.session, has_mps);
@@ -683,8 +700,14 @@ impl Task {
                 rank,
                 memory,
                 reply,
+            } => self.hand(session, rank, memory, reply),
+            Command::Handed {
+                session,
+                handle,
+                mapped,
+                reply,
             } => {
-                let _ = reply.send(self.hand(session, rank, memory));
+                let _ = reply.send(self.handed(session, handle, mapped));
             }
             Command::RecordError(code) => self.communicator.stats_mut().record_error(code),
             Command::Stats(reply) => {
@@ -703,53 +726,75 @@ impl Task {
         }
     }
 
-    /// Joins a rank; on backend cuda the answer comes when its window is made.
+    /// Has a rank's window made; the answer comes with [`Command::Prepared`].
     fn join(&mut self, hello: &Hello, reply: JoinReply) {
         let joining = match self.check_hello(hello) {
-            Ok(joining) => joining,
+            Ok(joining) => Box::new(joining),
             Err(error) => {
                 let _ = reply.send(Err(error));
                 return;
             }
         };
         let world_size = self.spec.world_size();
-        let (rank, epoch) = (joining.rank, self.communicator.epoch());
+        let (rank, arena_len_bytes) = (joining.rank, joining.arena_len_bytes);
+        let has_mps = hello.has_mps;
+        let own = self.own.clone();
         match &self.backend {
-            Backend::Host(_) => {
-                let joined = Window::create(rank, world_size, epoch, joining.arena_len_bytes)
-                    .map_err(|source| JoinError::Memory { rank, source })
-                    .and_then(|window| self.admit(joining, Made::Host(Box::new(window))));
-                self.answer_join(reply, joined);
-            }
+            Backend::Host(host) => host.memory_thread.run(move || {
+                // Whose caller has gone meanwhile takes no memory.
+                if reply.is_closed() {
+                    return;
+                }
+                let window = Window::create(rank, world_size, arena_len_bytes)
+                    .map(|window| Made::Host(Box::new(window)))
+                    .map_err(|source| JoinError::Memory { rank, source });
+                let command = Command::Prepared {
+                    joining,
+                    has_mps,
+                    reply,
+                    window,
+                };
+                tell_task(&own, command);
+            }),
             Backend::Cuda(cuda) => {
                 let spec = cuda::WindowSpec {
                     rank,
                     world_size,
-                    epoch,
-                    arena_len_bytes: joining.arena_len_bytes,
+                    arena_len_bytes,
                     regions: cuda.regions(),
                     // As hard to guess as the session it is made with, and told to the same rank only.
                     nonce: joining.session.rotate_left(32) ^ 0x5bd1_e995_97f4_a7c1,
                 };
                 let uuid = hello.device_uuid.clone();
-                let has_mps = hello.has_mps;
-                let own = self.own.clone();
                 cuda.submit(
                     "making a GPU window",
-                    move |devices| devices.create_window(&uuid, &spec).map(Box::new),
+                    move |devices| devices.create_window(&uuid, &spec),
                     move |window| {
-                        tell_task(
-                            &own,
-                            Command::Prepared {
-                                joining: Box::new(joining),
-                                has_mps,
-                                reply,
-                                window,
-                            },
-                        );
+                        let window = window
+                            .map(|window| Made::Cuda(Box::new(window)))
+                            .map_err(|source| JoinError::Gpu { rank, source });
+                        let command = Command::Prepared {
+                            joining,
+                            has_mps,
+                            reply,
+                            window,
+                        };
+                        tell_task(&own, command);
                     },
                 );
             }
+        }
+    }
+
+    /// Frees a window that is not needed after all.
+    fn discard(&mut self, window: Made) {
+        match (window, &mut self.backend) {
+            (Made::Host(window), Backend::Host(host)) => {
+                host.memory_thread.run(move || drop(window));
+            }
+            (Made::Cuda(window), Backend::Cuda(cuda)) => cuda.discard(Some(*window), None),
+            // A backend makes its own windows.
+            (Made::Host(_), Backend::Cuda(_)) | (Made::Cuda(_), Backend::Host(_)) => {}
         }
     }
 
@@ -830,6 +875,7 @@ impl Task {
         let (control_len_bytes, arena) = match (window, &mut self.backend) {
             (Made::Host(window), Backend::Host(host)) => {
                 let len_bytes = window.control_len_bytes();
+                window.control.set_epoch(epoch);
                 host.windows.insert(session, *window);
                 (len_bytes, ArenaAt::Companion)
             }
@@ -842,6 +888,7 @@ impl Task {
                     device_uuid: window.gpu.device().uuid().to_owned(),
                 };
                 let nonce = window.nonce;
+                window.control.set_epoch(epoch);
                 cuda.keep_window(session, *window);
                 (len_bytes, ArenaAt::Cuda { memory, nonce })
             }
@@ -1077,33 +1124,70 @@ impl Task {
         Ok((fd, len_bytes))
     }
 
-    fn hand(&mut self, session: u64, rank: u32, memory: SealedMemory) -> Result<u64, Refusal> {
-        let Backend::Host(host) = &mut self.backend else {
+    /// Has a memory mapped that a rank hands over; the answer comes with [`Command::Handed`].
+    fn hand(&mut self, session: u64, rank: u32, memory: SealedMemory, reply: HandReply) {
+        let Backend::Host(host) = &self.backend else {
             // Memory of the host, which no kernel reads.
+            let _ = reply.send(Err(Refusal::Malformed));
+            return;
+        };
+        let len_bytes = memory.len_bytes().get() as u64;
+        let kept = match host.knows(&memory) {
+            true => Err(Refusal::Known),
+            false => self
+                .communicator
+                .keep_memory(session, Some(rank), len_bytes)
+                .map_err(|error| match error {
+                    BufferError::Limit { .. } => Refusal::TooMany,
+                    _ => Refusal::UnknownSession,
+                }),
+        };
+        let handle = match kept {
+            Ok(handle) => handle,
+            Err(refusal) => {
+                let _ = reply.send(Err(refusal));
+                return;
+            }
+        };
+        let own = self.own.clone();
+        host.memory_thread.run(move || {
+            let mapped = memory
+                .reserve()
+                .and_then(|()| memory.map())
+                .map(|mapping| (mapping, memory));
+            let command = Command::Handed {
+                session,
+                handle,
+                mapped,
+                reply,
+            };
+            tell_task(&own, command);
+        });
+    }
+
+    fn handed(
+        &mut self,
+        session: u64,
+        handle: u64,
+        mapped: Result<(Mapping, SealedMemory), MemoryError>,
+    ) -> Result<u64, Refusal> {
+        let Backend::Host(host) = &mut self.backend else {
             return Err(Refusal::Malformed);
         };
-        if host.windows.values().any(|window| window.knows(&memory)) {
-            return Err(Refusal::Known);
+        let kept = match mapped {
+            Err(_) => Err(Refusal::NoMemory),
+            // Handed over twice while it was being mapped.
+            Ok((_, memory)) if host.knows(&memory) => Err(Refusal::Known),
+            Ok((mapping, memory)) => host
+                .windows
+                .get_mut(&session)
+                .map(|window| window.keep(handle, mapping, memory))
+                .ok_or(Refusal::UnknownSession),
+        };
+        if kept.is_err() {
+            self.communicator.forget_memory(session, handle);
         }
-        let len_bytes = memory.len_bytes().get() as u64;
-        let handle = self
-            .communicator
-            .keep_memory(session, Some(rank), len_bytes)
-            .map_err(|error| match error {
-                BufferError::Limit { .. } => Refusal::TooMany,
-                _ => Refusal::UnknownSession,
-            })?;
-        let mapping = memory.reserve().and_then(|()| memory.map());
-        match (mapping, host.windows.get_mut(&session)) {
-            (Ok(mapping), Some(window)) => {
-                window.keep(handle, mapping, memory);
-                Ok(handle)
-            }
-            (Err(_), _) | (_, None) => {
-                self.communicator.forget_memory(session, handle);
-                Err(Refusal::NoMemory)
-            }
-        }
+        kept.map(|()| handle)
     }
 
     /// Carries out what the communicator asks for, until it asks no more.
@@ -1197,8 +1281,8 @@ impl Task {
                 }
                 match &mut self.backend {
                     Backend::Host(host) => {
-                        host.windows.remove(&session);
-                        drop(waiting);
+                        let window = host.windows.remove(&session);
+                        host.memory_thread.run(move || drop((window, waiting)));
                     }
                     Backend::Cuda(cuda) => {
                         cuda.forget(session, Some(Box::new(move || drop(waiting))));
@@ -1370,12 +1454,13 @@ pub(crate) fn exhausted(error: &MemoryError) -> Option<(u64, u64)> {
 }
 
 /// A window that was made for a rank.
+#[derive(Debug)]
 enum Made {
     Host(Box<Window>),
     Cuda(Box<cuda::Window>),
 }
 
-/// From the CUDA thread. A task that is over needs to be told nothing.
+/// From the memory thread or the CUDA thread. A task that is over needs to be told nothing.
 fn tell_task(own: &mpsc::WeakSender<Command>, command: Command) {
     if let Some(own) = own.upgrade() {
         let _ = own.blocking_send(command);
@@ -1385,4 +1470,115 @@ fn tell_task(own: &mpsc::WeakSender<Command>, command: Command) {
 /// What a client says of itself, fit for a terminal.
 fn shortened(name: &str) -> String {
     name.chars().filter(|c| !c.is_control()).take(64).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+    use super::*;
+    use crate::config::Config;
+    use crate::executor::Identity;
+    use crate::listen::Access;
+    use allreduce_contract::WorldSize;
+    use std::num::NonZeroUsize;
+    use std::os::fd::AsFd;
+
+    const TOKEN: [u8; TOKEN_LEN] = [7; TOKEN_LEN];
+
+    fn task() -> (Task, Handle) {
+        let identity = Identity {
+            communicator_name: "test".to_owned(),
+            world_size: WorldSize::new(2).unwrap(),
+            backend: BackendKind::Host,
+            backend_reason: String::new(),
+            incarnation: 1,
+            token: TOKEN,
+            socket: "unused.sock".into(),
+        };
+        let spec = ExecutorSpec::new(
+            identity,
+            &Config::default(),
+            Access::from_parts(0o600, None),
+            None,
+        );
+        Task::new(Arc::new(spec), HealthTable::new()).unwrap()
+    }
+
+    fn hello(rank: u32) -> Hello {
+        Hello {
+            token: TOKEN.to_vec(),
+            abi: ABI_VERSION,
+            world_size: 2,
+            rank,
+            arena_len_bytes: 4096,
+            ..Hello::default()
+        }
+    }
+
+    /// Runs `test` beside the task, for a minute at most.
+    async fn beside(task: Task, test: impl Future<Output = ()>) {
+        let limit = tokio::time::sleep(Duration::from_secs(60));
+        tokio::select! {
+            end = task.run() => panic!("the task ended: {end:?}"),
+            () = test => {}
+            () = limit => panic!("no end within a minute"),
+        }
+    }
+
+    #[tokio::test]
+    async fn the_task_answers_while_a_window_is_made() {
+        let (task, handle) = task();
+        let (open, gate) = std::sync::mpsc::channel::<()>();
+        let Backend::Host(host) = &task.backend else {
+            panic!("not the host backend");
+        };
+        host.memory_thread.run(move || gate.recv().unwrap());
+        beside(task, async move {
+            let first = {
+                let handle = handle.clone();
+                tokio::spawn(async move { handle.join(hello(0)).await })
+            };
+            let second = {
+                let handle = handle.clone();
+                tokio::spawn(async move { handle.join(hello(1)).await })
+            };
+            // Both asked, and neither can be answered yet.
+            tokio::task::yield_now().await;
+            assert_eq!(handle.stats().await.unwrap().window_bytes, 0);
+            assert!(!first.is_finished() && !second.is_finished());
+            // The caller of the first goes: its place stays free, and no window is made for it.
+            first.abort();
+            assert!(first.await.unwrap_err().is_cancelled());
+            open.send(()).unwrap();
+            let second = second.await.unwrap().unwrap().unwrap();
+            let report = handle.stats().await.unwrap();
+            assert_eq!(
+                report.window_bytes,
+                second.control_len_bytes + second.arena_len_bytes
+            );
+            let again = handle.join(hello(0)).await.unwrap().unwrap();
+            assert_eq!(again.rank.get(), 0);
+        })
+        .await;
+    }
+
+    #[tokio::test]
+    async fn a_memory_handed_over_twice_at_once_is_known() {
+        let (task, handle) = task();
+        beside(task, async move {
+            let joined = handle.join(hello(0)).await.unwrap().unwrap();
+            let len_bytes = NonZeroUsize::new(8192).unwrap();
+            let memory = SealedMemory::create(c"test", len_bytes).unwrap();
+            let same = memory.as_fd().try_clone_to_owned().unwrap();
+            let same = SealedMemory::adopt(same, 8192).unwrap();
+            // The task has both before the memory thread can have told it of the first.
+            let (one, other) = tokio::join!(
+                handle.hand(joined.session, 0, memory),
+                handle.hand(joined.session, 0, same)
+            );
+            assert!(one.unwrap().is_ok());
+            assert_eq!(other.unwrap(), Err(Refusal::Known));
+        })
+        .await;
+    }
 }

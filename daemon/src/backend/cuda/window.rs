@@ -35,7 +35,6 @@ const ARENA_GRANULE_BYTES: u64 = 2 << 20;
 pub(crate) struct WindowSpec {
     pub(crate) rank: Rank,
     pub(crate) world_size: WorldSize,
-    pub(crate) epoch: u64,
     pub(crate) arena_len_bytes: u64,
     pub(crate) regions: Regions,
     /// Put into the arena's first 8 bytes.
@@ -89,7 +88,7 @@ impl Window {
         let arena = allocate(arena_len_bytes)?;
         let control_block = allocate(CONTROL_BLOCK_BYTES)?;
         let arena_handle = arena.export().map_err(failed("arena"))?;
-        let (control, control_memory) = Control::create(spec.rank, spec.world_size, spec.epoch)
+        let (control, control_memory) = Control::create(spec.rank, spec.world_size)
             .map_err(|error| GpuError::Memory(Arc::new(error)))?;
         let page = HostPage::register(&gpu.context, &control).map_err(failed("control page"))?;
         let window = Self {

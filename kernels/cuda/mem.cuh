@@ -166,6 +166,11 @@ AR_DEV u64 ld_relaxed_u64(u64 a) {
 AR_DEV void st_relaxed_u64(u64 a, u64 v) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(a), "l"(v) : "memory");
 }
+AR_DEV u32 ld_relaxed_u32(u64 a) {
+    u32 v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(a) : "memory");
+    return v;
+}
 AR_DEV u64 ld_acquire_u64(u64 a) {
     u64 v;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(a) : "memory");
@@ -196,11 +201,7 @@ AR_DEV void ld_header_u64x2(u64 a, u64& v0, u64& v1) {
 }
 AR_DEV u64 ld_header_u64(u64 a) { return ld_relaxed_u64(a); }
 AR_DEV Pack ld_peer_pack(u64 a) { return ld_relaxed_pack(a); }
-AR_DEV u32 ld_peer_u32(u64 a) {
-    u32 v;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(a) : "memory");
-    return v;
-}
+AR_DEV u32 ld_peer_u32(u64 a) { return ld_relaxed_u32(a); }
 AR_DEV u32 ld_peer_u16(u64 a) {
     u16 v;
     asm volatile("ld.relaxed.sys.global.u16 %0, [%1];" : "=h"(v) : "l"(a) : "memory");
@@ -212,11 +213,7 @@ AR_DEV void st_after_reads_u32(u64 a, u32 v) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(a), "r"(v) : "memory");
 }
 // The other half: the kernel's end follows, nothing is read on the strength of it.
-AR_DEV u32 ld_before_end_u32(u64 a) {
-    u32 v;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(a) : "memory");
-    return v;
-}
+AR_DEV u32 ld_before_end_u32(u64 a) { return ld_relaxed_u32(a); }
 
 // "This block has finished", in the pack's first word: after its stores to the output, which a failing block
 // must not meet later. Relaxed on the GPU, where a fence at every call's end would cost more than the flag;

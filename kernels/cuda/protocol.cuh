@@ -312,7 +312,9 @@ AR_DEV void send_flags(Block& b, u64 which) {
         st_release_u32(flag, b.sequence);
     }
 }
-AR_DEV void await_done(Block& b) {
+// Waits until every peer is done: `load` reads its flag. Not `go`: a rehearsal, which looks once, without effect.
+template <class Load>
+AR_DEV void await_done_flags(Block& b, u32 go, Load load) {
 #pragma unroll 1
     for (u32 r = b.lane; r <= b.world_size; r += SERVICE_THREADS) {
         const bool is_rank = r < b.world_size;
@@ -321,7 +323,8 @@ AR_DEV void await_done(Block& b) {
             // The abort word's lane too: a peer that has failed may have returned, and its caller
             // overwritten a direct input after this block read it; it set this abort word before.
             const u64 word = ld_relaxed_u64(b.signal + AR_OFFSETOF(Signal, abort));
-            const u32 v = ld_acquire_u32(flag);
+            const u32 v = load(flag);
+            if (!go) break;
             if (!is_rank || b.failed) {
                 if (AR_UNLIKELY(word != 0)) {
                     spread_abort(b.control, word);
@@ -333,6 +336,9 @@ AR_DEV void await_done(Block& b) {
             if (give_up(b, r)) break;
         }
     }
+}
+AR_DEV void await_done(Block& b) {
+    await_done_flags(b, 1, [](u64 flag) { return ld_acquire_u32(flag); });
 }
 
 // The end of a direct call, by the service threads: when the block has read, tells every peer so and waits until
@@ -346,27 +352,7 @@ AR_DEV void meet_again(Block& b) {
             const bool is_rank = r < b.world_size;
             if (is_rank && go) st_after_reads_u32(flag_address(b.service_window(r), AR_OFFSETOF(Signal, done), block_x(), b.rank), b.sequence);
         }
-#pragma unroll 1
-        for (u32 r = b.lane; r <= b.world_size; r += SERVICE_THREADS) {
-            const bool is_rank = r < b.world_size;
-            const u64 flag = flag_address(b.signal, AR_OFFSETOF(Signal, done), block_x(), r & (MAX_WORLD_SIZE - 1));
-            while (true) {
-                // The abort word's lane too: a peer that has failed may have returned, and its caller
-                // overwritten a direct input after this block read it; it set this abort word before.
-                const u64 word = ld_relaxed_u64(b.signal + AR_OFFSETOF(Signal, abort));
-                const u32 v = ld_before_end_u32(flag);
-                if (!go) break;
-                if (!is_rank || b.failed) {
-                    if (AR_UNLIKELY(word != 0)) {
-                        spread_abort(b.control, word);
-                        b.failed = true;
-                    }
-                    break;
-                }
-                if (!flag_is_old(v, b.sequence) && !AR_WAIT_SITE(b.rank, WAIT_DONE)) break;
-                if (give_up(b, r)) break;
-            }
-        }
+        await_done_flags(b, go, [](u64 flag) { return ld_before_end_u32(flag); });
         if (go) break;
     }
 }

@@ -224,6 +224,16 @@ fn held_up(daemon: &PrivateDaemon, name: &str) -> Vec<Worker> {
     workers
 }
 
+/// The worker's `check` says that the epoch is over.
+fn is_told_of_the_end(worker: &mut Worker) {
+    let told = eventually("the rank is told", || {
+        let answer = worker.ask("check");
+        (answer != "well").then_some(answer)
+    });
+    println!("the rank is told: {told}");
+    assert!(told.contains(" over "), "{told}");
+}
+
 /// The stream of a rank comes to its end.
 fn is_let_go(worker: &mut Worker) {
     eventually("the stream is let go", || {
@@ -291,12 +301,7 @@ fn a_rank_that_dies_with_a_reduction_enqueued_holds_up_nobody() {
     let mut workers = held_up(&daemon, "dies");
     // Its stream only waits: nothing of it runs, so that MPS loses nothing.
     send_signal(workers[1].pid(), Signal::SIGKILL);
-    let told = eventually("rank 0 is told", || {
-        let answer = workers[0].ask("check");
-        (answer != "well").then_some(answer)
-    });
-    println!("rank 0 is told: {told}");
-    assert!(told.contains(" over "), "{told}");
+    is_told_of_the_end(&mut workers[0]);
     // The driver that takes the process down may let its held-up stream run on first: then the reduction was done
     // with what the rank's memory held, in an epoch that is over.
     is_let_go(&mut workers[0]);
@@ -315,12 +320,7 @@ fn an_executor_that_dies_with_a_reduction_enqueued_holds_up_nobody() {
     let others = join_all(daemon.socket(), "others", 2, &devices);
     let mut workers = held_up(&daemon, "lost");
     send_signal(executor_pid(daemon.socket(), "lost"), Signal::SIGKILL);
-    let told = eventually("rank 0 is told", || {
-        let answer = workers[0].ask("check");
-        (answer != "well").then_some(answer)
-    });
-    println!("rank 0 is told: {told}");
-    assert!(told.contains(" over "), "{told}");
+    is_told_of_the_end(&mut workers[0]);
     is_let_go_with_nan(&mut workers[0]);
     assert_eq!(workers[1].ask("open"), "opened");
     is_let_go_with_nan(&mut workers[1]);

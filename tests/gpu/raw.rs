@@ -5,7 +5,7 @@
 #![allow(unsafe_code)] // room: CUDA
 
 use crate::harness::SOON;
-use crate::harness::raw::{Stream as Membership, attach_with, dial, hello, try_open};
+use crate::harness::raw::{Stream as Membership, attach_with, call, dial, hello, try_open};
 use allreduce_contract::cuda::{
     Context, IPC_HANDLE_LEN, ImportedMemory, Stream, wait_flags, write_flags,
 };
@@ -15,7 +15,7 @@ use allreduce_contract::v1::buffers_client::BuffersClient;
 use allreduce_contract::v1::collectives_client::CollectivesClient;
 use allreduce_contract::v1::{
     self, AllReduceRequest, AllReduceResponse, AllocateRequest, Backend, BufferRange, Dtype,
-    Joined, Mapped, Op, OpenResponse, RegionKind, ReleaseRequest,
+    Joined, Mapped, OpenResponse, RegionKind, ReleaseRequest,
 };
 use allreduce_contract::window::{FLAGS_LEN_BYTES, done_flag, ready_flag};
 use std::path::Path;
@@ -164,27 +164,16 @@ impl RawGpu {
         // SAFETY: the stream is of the context that is entered; the flag is behind the mapped arena.
         unsafe { write_flags(&entered, self.stream.raw().cast(), [(flag, self.value)]) }.unwrap();
         drop(entered);
-        let range = Some(BufferRange {
-            buffer_id: self.buffer_id,
-            offset_bytes: 0,
-        });
         AllReduceRequest {
-            session: self.joined.session,
-            epoch: self.joined.epoch,
-            sequence: self.sequence,
-            src: range,
-            dst: range,
             num_elems: NUM_ELEMS as u64,
             dtype: Dtype::F32 as i32,
-            op: Op::Sum as i32,
-            timeout_ms: 15_000,
             event: Some(v1::Event {
                 ready_value: 0,
                 stream: STREAM,
                 value: self.value,
                 idle: false,
             }),
-            algorithm: 0,
+            ..call(&self.joined, self.sequence, self.buffer_id)
         }
     }
 

@@ -159,6 +159,27 @@ pub async fn refused_hello(opened: &OpenResponse, hello: Hello) -> Status {
     }
 }
 
+/// A good call: 8 i32, in place at the start of the buffer.
+pub fn call(joined: &Joined, sequence: u64, buffer_id: u64) -> AllReduceRequest {
+    let range = Some(BufferRange {
+        buffer_id,
+        offset_bytes: 0,
+    });
+    AllReduceRequest {
+        session: joined.session,
+        epoch: joined.epoch,
+        sequence,
+        src: range,
+        dst: range,
+        num_elems: 8,
+        dtype: Dtype::I32 as i32,
+        op: Op::Sum as i32,
+        timeout_ms: 15_000,
+        event: None,
+        algorithm: 0,
+    }
+}
+
 /// A joined rank.
 pub struct RawRank {
     pub opened: OpenResponse,
@@ -218,23 +239,7 @@ impl RawRank {
     /// A good call with the next sequence number: 8 i32 in place.
     pub fn call(&mut self) -> AllReduceRequest {
         self.sequence += 1;
-        let range = Some(BufferRange {
-            buffer_id: self.buffer_id,
-            offset_bytes: 0,
-        });
-        AllReduceRequest {
-            session: self.joined.session,
-            epoch: self.joined.epoch,
-            sequence: self.sequence,
-            src: range,
-            dst: range,
-            num_elems: 8,
-            dtype: Dtype::I32 as i32,
-            op: Op::Sum as i32,
-            timeout_ms: 15_000,
-            event: None,
-            algorithm: 0,
-        }
+        call(&self.joined, self.sequence, self.buffer_id)
     }
 
     pub async fn all_reduce(&self, request: AllReduceRequest) -> Result<AllReduceResponse, Status> {

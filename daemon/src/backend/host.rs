@@ -16,7 +16,7 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// One session's memory.
@@ -249,29 +249,6 @@ impl Job {
             let byte = dst.add(byte);
             byte.write(byte.read() ^ (1 << (fault.bit % 8)));
         }
-    }
-}
-
-type MemoryJob = Box<dyn FnOnce() + Send>;
-
-/// A thread that makes and frees memory, in the order asked: a GiB of pages takes a third of a second, in which
-/// the executor's task would answer nobody.
-#[derive(Debug)]
-pub(crate) struct MemoryThread(mpsc::Sender<MemoryJob>);
-
-impl MemoryThread {
-    pub(crate) fn start() -> std::io::Result<Self> {
-        let (sender, jobs) = mpsc::channel::<MemoryJob>();
-        std::thread::Builder::new()
-            .name("memory".to_owned())
-            .spawn(move || jobs.into_iter().for_each(|job| job()))?;
-        Ok(Self(sender))
-    }
-
-    /// Runs a job after those before it.
-    pub(crate) fn run(&self, job: impl FnOnce() + Send + 'static) {
-        // The thread ends only with this value. Were it gone, who waits for the job's answer would be told.
-        let _ = self.0.send(Box::new(job));
     }
 }
 

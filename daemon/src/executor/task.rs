@@ -6,7 +6,8 @@
 
 use crate::backend::Fault;
 use crate::backend::cuda::{self, CudaBackend, Freed, GpuTrouble, Stuck};
-use crate::backend::host::{Job, MemoryThread, Pool, Window};
+use crate::backend::host::{Job, Pool, Window};
+use crate::backend::jobs::JobThread;
 use crate::communicator::{
     BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, JoinError, Joining,
     Launch, Quantiles, RankStats, Reduced, ReductionKind, SessionInfo, Settings, Stats,
@@ -30,8 +31,8 @@ use tokio::sync::{mpsc, oneshot};
 /// A timer that fires later than this says that the process did not run.
 const LATE: Duration = Duration::from_millis(50);
 
-/// How often GPUs with work on them are looked at.
-const GPU_POLL: Duration = Duration::from_millis(1);
+/// How often a backend that is at work is looked at.
+const POLL: Duration = Duration::from_millis(1);
 
 /// What a rank is told on its Attach stream.
 #[derive(Debug, Clone)]
@@ -112,9 +113,7 @@ enum Command {
     },
     /// A rank's window is made, by the memory thread or the CUDA thread.
     Prepared {
-        joining: Box<Joining>,
-        has_mps: bool,
-        reply: JoinReply,
+        preparing: Box<Preparing>,
         window: Result<Made, JoinError>,
     },
     Mapped {
@@ -375,7 +374,8 @@ pub(crate) enum TaskEnd {
 /// The memory of the host backend, the thread that makes it, and those that share its large reductions.
 struct HostBackend {
     windows: HashMap<u64, Window>,
-    memory_thread: MemoryThread,
+    /// Makes and frees memory: a GiB of pages takes a third of a second.
+    memory: JobThread<()>,
     pool: Option<Pool>,
     max_threads: usize,
 }
@@ -398,6 +398,14 @@ impl Backend {
         match self {
             Backend::Host(host) => host.windows.get(&session).map(|window| &window.control),
             Backend::Cuda(cuda) => cuda.window(session).map(|window| &window.control),
+        }
+    }
+
+    /// Whether memory is being made or freed, or a GPU is not done: somebody has to come back and look.
+    fn is_active(&self) -> bool {
+        match self {
+            Backend::Host(host) => host.memory.is_busy(),
+            Backend::Cuda(cuda) => cuda.is_active(),
         }
     }
 
@@ -427,7 +435,7 @@ pub(crate) struct Task {
     /// By session: whether the rank's process is a client of MPS.
     has_mps: HashMap<u64, bool>,
     warnings: Vec<String>,
-    /// When GPUs with work on them are to be looked at next.
+    /// When the backend, being at work, is to be looked at next.
     next_poll: Option<Instant>,
     /// How long enqueueing the last reduction took.
     enqueue_time: Duration,
@@ -471,7 +479,7 @@ impl Task {
             backend: match spec.backend() {
                 BackendKind::Host => Backend::Host(HostBackend {
                     windows: HashMap::new(),
-                    memory_thread: MemoryThread::start()?,
+                    memory: JobThread::start("memory", ())?,
                     pool: None,
                     max_threads,
                 }),
@@ -508,23 +516,17 @@ impl Task {
                 std::mem::forget(self);
                 return TaskEnd::Lost(reason);
             }
-            // On backend cuda also: nothing is being made or freed, and the GPUs are done.
-            let is_active = match &self.backend {
-                Backend::Cuda(cuda) => cuda.is_active(),
-                Backend::Host(_) => false,
-            };
-            let idle = self.communicator.num_sessions() == 0 && !is_active;
+            let is_active = self.backend.is_active();
+            // What a job has told is in the queue by the time it has ended.
+            let idle =
+                self.communicator.num_sessions() == 0 && !is_active && self.commands.is_empty();
             if (self.draining || self.orphaned) && idle {
                 return TaskEnd::Drained;
             }
             let idle_deadline =
                 idle.then(|| self.idle_since + ms(self.spec.communicator.idle_timeout_ms));
-            self.next_poll = match &self.backend {
-                Backend::Cuda(cuda) if cuda.is_active() => {
-                    self.next_poll.or_else(|| Some(Instant::now() + GPU_POLL))
-                }
-                Backend::Cuda(_) | Backend::Host(_) => None,
-            };
+            self.next_poll =
+                is_active.then(|| self.next_poll.unwrap_or_else(|| Instant::now() + POLL));
             let deadline = [
                 self.communicator.next_deadline(),
                 idle_deadline,
@@ -578,12 +580,12 @@ impl Task {
         // Who asked may have gone meanwhile: an answer that nobody takes is dropped.
         match command {
             Command::Join { hello, reply } => self.join(&hello, reply),
-            Command::Prepared {
-                joining,
-                has_mps,
-                reply,
-                window,
-            } => {
+            Command::Prepared { preparing, window } => {
+                let Preparing {
+                    joining,
+                    has_mps,
+                    reply,
+                } = *preparing;
                 self.idle_since = Instant::now();
                 let joined = window.and_then(|window| {
                     let may_join = match self.draining {
@@ -591,7 +593,7 @@ impl Task {
                         false => self.communicator.may_join(joining.rank),
                     };
                     match may_join {
-                        Ok(()) => self.admit(*joining, window),
+                        Ok(()) => self.admit(joining, window),
                         Err(error) => {
                             self.discard(window);
                             Err(error)
@@ -729,7 +731,7 @@ impl Task {
     /// Has a rank's window made; the answer comes with [`Command::Prepared`].
     fn join(&mut self, hello: &Hello, reply: JoinReply) {
         let joining = match self.check_hello(hello) {
-            Ok(joining) => Box::new(joining),
+            Ok(joining) => joining,
             Err(error) => {
                 let _ = reply.send(Err(error));
                 return;
@@ -737,24 +739,23 @@ impl Task {
         };
         let world_size = self.spec.world_size();
         let (rank, arena_len_bytes) = (joining.rank, joining.arena_len_bytes);
-        let has_mps = hello.has_mps;
+        let session = joining.session;
+        let preparing = Box::new(Preparing {
+            joining,
+            has_mps: hello.has_mps,
+            reply,
+        });
         let own = self.own.clone();
         match &self.backend {
-            Backend::Host(host) => host.memory_thread.run(move || {
+            Backend::Host(host) => host.memory.run(move |()| {
                 // Whose caller has gone meanwhile takes no memory.
-                if reply.is_closed() {
+                if preparing.reply.is_closed() {
                     return;
                 }
                 let window = Window::create(rank, world_size, arena_len_bytes)
                     .map(|window| Made::Host(Box::new(window)))
                     .map_err(|source| JoinError::Memory { rank, source });
-                let command = Command::Prepared {
-                    joining,
-                    has_mps,
-                    reply,
-                    window,
-                };
-                tell_task(&own, command);
+                tell_task(&own, Command::Prepared { preparing, window });
             }),
             Backend::Cuda(cuda) => {
                 let spec = cuda::WindowSpec {
@@ -763,7 +764,7 @@ impl Task {
                     arena_len_bytes,
                     regions: cuda.regions(),
                     // As hard to guess as the session it is made with, and told to the same rank only.
-                    nonce: joining.session.rotate_left(32) ^ 0x5bd1_e995_97f4_a7c1,
+                    nonce: session.rotate_left(32) ^ 0x5bd1_e995_97f4_a7c1,
                 };
                 let uuid = hello.device_uuid.clone();
                 cuda.submit(
@@ -773,13 +774,7 @@ impl Task {
                         let window = window
                             .map(|window| Made::Cuda(Box::new(window)))
                             .map_err(|source| JoinError::Gpu { rank, source });
-                        let command = Command::Prepared {
-                            joining,
-                            has_mps,
-                            reply,
-                            window,
-                        };
-                        tell_task(&own, command);
+                        tell_task(&own, Command::Prepared { preparing, window });
                     },
                 );
             }
@@ -790,7 +785,7 @@ impl Task {
     fn discard(&mut self, window: Made) {
         match (window, &mut self.backend) {
             (Made::Host(window), Backend::Host(host)) => {
-                host.memory_thread.run(move || drop(window));
+                host.memory.run(move |()| drop(window));
             }
             (Made::Cuda(window), Backend::Cuda(cuda)) => cuda.discard(Some(*window), None),
             // A backend makes its own windows.
@@ -1150,7 +1145,7 @@ impl Task {
             }
         };
         let own = self.own.clone();
-        host.memory_thread.run(move || {
+        host.memory.run(move |()| {
             let mapped = memory
                 .reserve()
                 .and_then(|()| memory.map())
@@ -1282,7 +1277,7 @@ impl Task {
                 match &mut self.backend {
                     Backend::Host(host) => {
                         let window = host.windows.remove(&session);
-                        host.memory_thread.run(move || drop((window, waiting)));
+                        host.memory.run(move |()| drop((window, waiting)));
                     }
                     Backend::Cuda(cuda) => {
                         cuda.forget(session, Some(Box::new(move || drop(waiting))));
@@ -1453,6 +1448,14 @@ pub(crate) fn exhausted(error: &MemoryError) -> Option<(u64, u64)> {
     }
 }
 
+/// A rank that waits for its window.
+#[derive(Debug)]
+struct Preparing {
+    joining: Joining,
+    has_mps: bool,
+    reply: JoinReply,
+}
+
 /// A window that was made for a rank.
 #[derive(Debug)]
 enum Made {
@@ -1532,7 +1535,7 @@ mod tests {
         let Backend::Host(host) = &task.backend else {
             panic!("not the host backend");
         };
-        host.memory_thread.run(move || gate.recv().unwrap());
+        host.memory.run(move |()| gate.recv().unwrap());
         beside(task, async move {
             let first = {
                 let handle = handle.clone();
@@ -1560,6 +1563,25 @@ mod tests {
             assert_eq!(again.rank.get(), 0);
         })
         .await;
+    }
+
+    #[tokio::test]
+    async fn draining_answers_a_rank_whose_window_is_being_made() {
+        let (task, handle) = task();
+        let (open, gate) = std::sync::mpsc::channel::<()>();
+        let Backend::Host(host) = &task.backend else {
+            panic!("not the host backend");
+        };
+        host.memory.run(move |()| gate.recv().unwrap());
+        let drained = async {
+            handle.drain().await;
+            open.send(()).unwrap();
+        };
+        let all = async { tokio::join!(task.run(), handle.join(hello(0)), drained) };
+        let limit = Duration::from_secs(60);
+        let (end, joined, ()) = tokio::time::timeout(limit, all).await.unwrap();
+        assert_eq!(end, TaskEnd::Drained);
+        assert!(matches!(joined, Ok(Err(JoinError::Draining))), "{joined:?}");
     }
 
     #[tokio::test]

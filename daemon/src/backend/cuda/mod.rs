@@ -19,9 +19,9 @@ pub(crate) use test::{Verdict, test};
 pub(crate) use window::{Window, WindowSpec};
 
 use crate::backend::Fault;
-
 use crate::backend::cuda::gpu::{Gpu, Kernels, failed};
 use crate::backend::cuda::launch::{Accepted, Part};
+use crate::backend::jobs::JobThread;
 use crate::communicator::{ARENA, BufferError, GpuError, Launch, Place, RankLaunch};
 use crate::config::CudaConfig;
 use allreduce_contract::cuda::{CudaError, Driver, IPC_HANDLE_LEN, ImportedMemory};
@@ -29,14 +29,11 @@ use allreduce_contract::kernel::{Instance, Regions};
 use allreduce_contract::window::{Abort, AbortReason};
 use allreduce_contract::{Rank, WorldSize};
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 /// What the GPU may take beyond the deadline of what it was given, before it is taken for stuck.
 const GPU_GRACE: Duration = Duration::from_secs(2);
-
-type Job = Box<dyn FnOnce(&mut Devices) + Send>;
 
 /// What the CUDA thread is at, and since when.
 type Busy = Arc<Mutex<Option<(Instant, &'static str)>>>;
@@ -241,10 +238,8 @@ impl Stuck {
 pub(crate) struct CudaBackend {
     config: CudaConfig,
     world_size: WorldSize,
-    jobs: mpsc::Sender<Job>,
+    thread: JobThread<Devices>,
     busy: Busy,
-    /// Jobs that were submitted and have not ended.
-    pending_jobs: Arc<AtomicUsize>,
     windows: HashMap<u64, Arc<Window>>,
     /// By session and memory.
     imports: HashMap<(u64, u64), Arc<ImportedMemory>>,
@@ -269,26 +264,16 @@ pub(crate) struct CudaBackend {
 impl CudaBackend {
     /// Starts the CUDA thread, which touches no GPU until it is asked to.
     pub(crate) fn start(config: CudaConfig, world_size: WorldSize) -> std::io::Result<Self> {
-        let (jobs, queue) = mpsc::channel::<Job>();
-        let busy = Busy::default();
-        let mut devices = Devices {
+        let devices = Devices {
             config: config.clone(),
             gpus: HashMap::new(),
             imported: HashMap::new(),
         };
-        std::thread::Builder::new()
-            .name("cuda".to_owned())
-            .spawn(move || {
-                for job in queue {
-                    job(&mut devices);
-                }
-            })?;
         Ok(Self {
             config,
             world_size,
-            jobs,
-            busy,
-            pending_jobs: Arc::default(),
+            thread: JobThread::start("cuda", devices)?,
+            busy: Busy::default(),
             windows: HashMap::new(),
             imports: HashMap::new(),
             epoch: None,
@@ -317,18 +302,12 @@ impl CudaBackend {
         done: impl FnOnce(R) + Send + 'static,
     ) {
         let busy = Arc::clone(&self.busy);
-        let pending = Arc::clone(&self.pending_jobs);
-        // Relaxed: a count to decide whether to look again.
-        pending.fetch_add(1, Ordering::Relaxed);
-        let job: Job = Box::new(move |devices| {
+        self.thread.run(move |devices| {
             *lock(&busy) = Some((Instant::now(), what));
             let result = work(devices);
             *lock(&busy) = None;
             done(result);
-            pending.fetch_sub(1, Ordering::Relaxed);
         });
-        // The thread ends only with this value.
-        let _ = self.jobs.send(job);
     }
 
     /// What the CUDA thread has been at for longer than the configured time, if it has.
@@ -343,7 +322,7 @@ impl CudaBackend {
         !self.deferred.is_empty()
             || self.launches < self.accepted
             || self.lanes.iter().any(|lane| !lane.is_idle())
-            || self.pending_jobs.load(Ordering::Relaxed) > 0
+            || self.thread.is_busy()
     }
 
     pub(crate) fn regions(&self) -> Regions {

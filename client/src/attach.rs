@@ -24,7 +24,7 @@ use allreduce_contract::v1::buffers_client::BuffersClient;
 use allreduce_contract::v1::communicator_client::CommunicatorClient;
 use allreduce_contract::v1::{
     AttachRequest, Heartbeat, Hello, Joined, Leave, Mapped, Notice, NoticeKind, Ready, RegionKind,
-    ReleaseRequest,
+    ReleaseRequest, Shared,
 };
 use allreduce_contract::window::Control;
 use nix::sys::socket::{
@@ -374,6 +374,10 @@ impl Member<'_> {
                                 let ready = Membership::Ready(Arc::clone(window), Arc::new(ready));
                                 self.state.send_replace(ready);
                             }
+                        }
+                        Some(ToRank::Peers(peers)) => {
+                            let error = format!("this client has not got lane {}", peers.lane().as_str_name());
+                            send(FromRank::Shared(Shared { error }));
                         }
                         Some(ToRank::Notice(notice)) => match notice.kind() {
                             NoticeKind::Abort => {

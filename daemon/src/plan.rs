@@ -135,6 +135,9 @@ pub(crate) enum Refusal {
         /// The lanes there are.
         available: &'static str,
     },
+    /// The ranks ask for different lanes.
+    #[error("no lane is named by every rank that names any: have all ranks name the same, or none")]
+    NoCommonLane,
     /// This machine has no such backend.
     #[error("backend {backend} is not available here: {reason}; available: host")]
     NoSuchBackend {
@@ -317,6 +320,7 @@ fn cuda_shape(instance: Instance, most_blocks: u32, packs: u64) -> (u32, u32) {
     )
 }
 
+/// Whether a backend has a lane at all; whether these ranks can have it, [`choose_lane`] finds out.
 fn check_lane(backend: Backend, lane: Lane) -> Result<(), Refusal> {
     match (backend, lane) {
         (Backend::Host | Backend::Cuda, Lane::Rpc) => Ok(()),
@@ -328,6 +332,11 @@ fn check_lane(backend: Backend, lane: Lane) -> Result<(), Refusal> {
             })
         }
     }
+}
+
+/// Whether these ranks can have a lane, with their backend.
+fn check_lane_here(backend: Backend, lane: Lane, _gpus: Option<&GpuLimits>) -> Result<(), Refusal> {
+    check_lane(backend, lane)
 }
 
 fn check_op(dtype: Dtype, op: Op) -> Result<(), Refusal> {
@@ -347,35 +356,55 @@ pub(crate) struct LaneChoice {
     pub reason: String,
 }
 
-/// Chooses a lane: the first of `wanted` that the backend has, or the backend's best if none is named.
+/// Whether a rank that can use `wanted` (best first; empty leaves it open) is worth waiting for others with.
 ///
 /// # Errors
-/// [`Refusal::NoSuchLane`] for the first wanted lane, if none is to be had.
-pub(crate) fn choose_lane(backend: Backend, wanted: &[Lane]) -> Result<LaneChoice, Refusal> {
-    let Some(first) = wanted.first() else {
-        check_lane(backend, Lane::Rpc)?;
-        return Ok(LaneChoice {
-            lane: Lane::Rpc,
-            reason: format!("auto: rpc is the only lane of backend {backend}"),
-        });
-    };
-    match wanted
-        .iter()
-        .find(|lane| check_lane(backend, **lane).is_ok())
-    {
-        Some(lane) if lane == first => Ok(LaneChoice {
-            lane: *lane,
-            reason: "asked for".to_owned(),
-        }),
-        Some(lane) => Ok(LaneChoice {
-            lane: *lane,
-            reason: format!("asked for, after {first}, which backend {backend} has not"),
-        }),
-        None => check_lane(backend, *first).map(|()| LaneChoice {
-            lane: *first,
-            reason: "asked for".to_owned(),
-        }),
+/// [`Refusal::NoSuchLane`] for the first wanted lane, if the backend has none of them.
+pub(crate) fn check_wanted_lanes(backend: Backend, wanted: &[Lane]) -> Result<(), Refusal> {
+    let has_any = wanted.iter().any(|lane| check_lane(backend, *lane).is_ok());
+    match wanted.first() {
+        Some(first) if !has_any => check_lane(backend, *first),
+        Some(_) | None => Ok(()),
     }
+}
+
+/// The lanes that `auto` looks at, best first.
+const AUTO_LANES: [Lane; 3] = [Lane::Resident, Lane::Delegated, Lane::Rpc];
+
+/// Chooses the lane of all ranks: the first that each of them names or leaves open, in the order of the first rank
+/// that names any, and that can be had. `wanted`: by rank, what it can use, best first; empty leaves it open.
+///
+/// # Errors
+/// [`Refusal::NoCommonLane`] if the ranks have none in common, else why the first of those cannot be had.
+pub(crate) fn choose_lane(
+    backend: Backend,
+    wanted: &[&[Lane]],
+    gpus: Option<&GpuLimits>,
+) -> Result<LaneChoice, Refusal> {
+    let asked = wanted.iter().copied().find(|lanes| !lanes.is_empty());
+    let candidates = asked.unwrap_or(&AUTO_LANES).iter().copied();
+    let is_common = |lane: &Lane| {
+        let mut ranks = wanted.iter();
+        ranks.all(|lanes| lanes.is_empty() || lanes.contains(lane))
+    };
+    let mut refused: Option<(Lane, Refusal)> = None;
+    for lane in candidates.filter(is_common) {
+        match check_lane_here(backend, lane, gpus) {
+            Ok(()) => {
+                let reason = match (asked, refused) {
+                    (Some(_), None) => "asked for".to_owned(),
+                    (Some(_), Some((first, why))) => format!("asked for, after {first}: {why}"),
+                    (None, None) => "auto: the best there is".to_owned(),
+                    (None, Some((first, why))) => format!("auto: not {first}: {why}"),
+                };
+                return Ok(LaneChoice { lane, reason });
+            }
+            Err(why) => {
+                refused.get_or_insert((lane, why));
+            }
+        }
+    }
+    Err(refused.map_or(Refusal::NoCommonLane, |(_, why)| why))
 }
 
 /// The backend a communicator gets, and why.
@@ -553,13 +582,20 @@ mod tests {
 
     #[test]
     fn lanes_fall_back_only_to_what_was_named() {
-        for backend in Backend::ALL {
-            let choice = choose_lane(backend, &[Lane::Resident, Lane::Rpc]).unwrap();
-            assert_eq!(choice.lane, Lane::Rpc);
-            assert!(choice.reason.contains("resident"), "{}", choice.reason);
-            assert!(choose_lane(backend, &[Lane::Resident]).is_err());
-            assert_eq!(choose_lane(backend, &[]).unwrap().lane, Lane::Rpc);
-        }
+        let backend = Backend::Cuda;
+        let both: &[Lane] = &[Lane::Resident, Lane::Rpc];
+        let choice = choose_lane(backend, &[both, &[]], None).unwrap();
+        assert_eq!(choice.lane, Lane::Rpc);
+        assert!(choice.reason.contains("resident"), "{}", choice.reason);
+        assert!(choose_lane(backend, &[&[Lane::Resident], both], None).is_err());
+        assert_eq!(
+            choose_lane(backend, &[&[], &[]], None).unwrap().lane,
+            Lane::Rpc
+        );
+        assert_eq!(
+            choose_lane(backend, &[&[Lane::Resident], &[Lane::Rpc]], None),
+            Err(Refusal::NoCommonLane)
+        );
     }
 
     #[test]

@@ -6,15 +6,16 @@
 //!
 //! ```text
 //!               rank joins / goes         all joined (host)
-//!            +-------------------+    +-------------------------+
-//!            |                   v    |  all mapped   tested    v
-//!            +---------------- Forming --> Testing (cuda) --> Ready
-//!                                ^   |       | failed           |
-//!                                |   +---+---+                  |
-//!     join timeout: those who    |       |                      | a rank goes, stalls past its
-//!     joined get EpochEnd  ------+-------+                      | deadline; the GPU fails
-//!                                ^                              v
-//!                                +--- epoch + 1, no members ----+
+//!            +-------------------+    +-----------------------+
+//!            |                   v    |  all mapped   tested  v
+//!            +---------------- Forming --> Testing --> (lane chosen) --> Sharing --> Ready
+//!                                ^   |     (cuda)       |    |   lane     |  all      ^ |
+//!                                |   |       |          |    |   shares   |  shared   | |
+//!                                |   |       |          |    +---- no ----+-----------+ |
+//!     join timeout, failed test, |   |       |          |                 |             | a rank goes, stalls past
+//!     no lane: those who joined  +---+-------+----------+-----------------+             | its deadline; the GPU
+//!     get EpochEnd               ^                                                      v fails
+//!                                +------------- epoch + 1, no members ------------------+
 //! ```
 //!
 //! A session is one rank's membership of one epoch. When the epoch ends, its sessions are told why and
@@ -32,7 +33,7 @@ pub(crate) use error::{
 pub(crate) use rendezvous::{Place, Signature, Ticket};
 pub(crate) use stats::{Count, Quantiles, RankStats, ReductionKind, Stats};
 
-use crate::plan::{GpuLimits, LaneChoice, Plan, PlanRequest, plan};
+use crate::plan::{GpuLimits, LaneChoice, Plan, PlanRequest, choose_lane, plan};
 use allreduce_contract::v1::BadEnum;
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, Rank, WorldSize};
 use arena::{Arena, ArenaFull};
@@ -64,7 +65,8 @@ pub(crate) struct Joining {
     /// Not to be guessed: who knows it may call for the rank.
     pub(crate) session: u64,
     pub(crate) rank: Rank,
-    pub(crate) lane: LaneChoice,
+    /// What it can use, best first; empty leaves it open.
+    pub(crate) lanes: Vec<Lane>,
     pub(crate) arena_len_bytes: u64,
     pub(crate) pid: u32,
     pub(crate) client_name: String,
@@ -155,6 +157,14 @@ pub(crate) enum Effect<T> {
         sessions: Vec<u64>,
         epoch: u64,
     },
+    /// The lane has ranks reach each other's memory: tell each of these where it is, and call
+    /// [`Communicator::shared`] with what it answers.
+    Share {
+        /// In rank order.
+        sessions: Vec<u64>,
+        epoch: u64,
+        lane: Lane,
+    },
     /// The executor touches no buffer of this session's sequences up to this one any more.
     Done { session: u64, sequence: u64 },
     /// Every rank has joined: tell these sessions.
@@ -187,9 +197,11 @@ struct Buffer {
 struct Session {
     rank: Rank,
     epoch: u64,
-    lane: LaneChoice,
+    lanes: Vec<Lane>,
     /// Whether the rank has its window mapped; on the host backend nobody asks.
     mapped: bool,
+    /// Whether the rank has its peers' memory mapped, where the lane needs that.
+    shared: bool,
     pid: u32,
     client_name: String,
     arena: Arena,
@@ -276,6 +288,11 @@ enum Phase {
     Forming { deadline: Option<Instant> },
     /// Every rank is in; the GPUs are being tested.
     Testing { deadline: Option<Instant> },
+    /// Every rank is in; they map each other's memory.
+    Sharing {
+        lane: LaneChoice,
+        deadline: Option<Instant>,
+    },
     /// Every rank is in.
     Ready { lane: LaneChoice },
 }
@@ -347,7 +364,7 @@ impl<T> Communicator<T> {
     pub(crate) fn lane(&self) -> Option<&LaneChoice> {
         match &self.phase {
             Phase::Ready { lane } => Some(lane),
-            Phase::Forming { .. } | Phase::Testing { .. } => None,
+            Phase::Forming { .. } | Phase::Testing { .. } | Phase::Sharing { .. } => None,
         }
     }
 
@@ -423,8 +440,9 @@ impl<T> Communicator<T> {
         let session = Session {
             rank: joining.rank,
             epoch: self.epoch,
-            lane: joining.lane,
+            lanes: joining.lanes,
             mapped: self.settings.backend == Backend::Host,
+            shared: false,
             pid: joining.pid,
             client_name: joining.client_name,
             arena: Arena::new(joining.arena_len_bytes),
@@ -457,7 +475,7 @@ impl<T> Communicator<T> {
             return;
         }
         match self.settings.backend {
-            Backend::Host => self.become_ready(),
+            Backend::Host => self.choose_lane(deadline),
             Backend::Cuda => {
                 self.phase = Phase::Testing { deadline };
                 self.effects.push(Effect::Test {
@@ -468,13 +486,69 @@ impl<T> Communicator<T> {
         }
     }
 
-    fn become_ready(&mut self) {
-        let sessions: Vec<u64> = self.members.iter().flatten().copied().collect();
-        let lane = sessions
-            .last()
-            .and_then(|session| self.sessions.get(session))
-            .map(|session| session.lane.clone());
-        let Some(lane) = lane else { return };
+    /// In rank order.
+    fn member_sessions(&self) -> Vec<u64> {
+        self.members.iter().flatten().copied().collect()
+    }
+
+    /// Every rank is in, and its memory is as it should be.
+    fn choose_lane(&mut self, deadline: Option<Instant>) {
+        let sessions = self.member_sessions();
+        let wanted: Vec<&[Lane]> = sessions
+            .iter()
+            .filter_map(|session| self.sessions.get(session))
+            .map(|session| session.lanes.as_slice())
+            .collect();
+        let lane = match choose_lane(self.settings.backend, &wanted, self.gpus.as_ref()) {
+            Ok(lane) => lane,
+            Err(refusal) => {
+                return self.end_epoch(EndCause::Ineligible {
+                    ranks: Vec::new(),
+                    reason: refusal.to_string(),
+                });
+            }
+        };
+        match lane.lane {
+            Lane::Rpc => self.become_ready(lane),
+            Lane::Resident | Lane::Delegated => {
+                self.effects.push(Effect::Share {
+                    sessions,
+                    epoch: self.epoch,
+                    lane: lane.lane,
+                });
+                self.phase = Phase::Sharing { lane, deadline };
+            }
+        }
+    }
+
+    /// A rank has mapped its peers' memory, or says why it could not.
+    pub(crate) fn shared(&mut self, session: u64, error: Option<String>) {
+        let Phase::Sharing { lane, .. } = &self.phase else {
+            return;
+        };
+        let lane = lane.clone();
+        let Some(found) = self.sessions.get_mut(&session) else {
+            return;
+        };
+        let rank = found.rank;
+        if self.members.get(rank.as_usize()) != Some(&Some(session)) {
+            return;
+        }
+        if let Some(error) = error {
+            return self.end_epoch(EndCause::Ineligible {
+                ranks: vec![rank],
+                reason: format!("rank {rank} cannot use lane {}: {error}", lane.lane),
+            });
+        }
+        found.shared = true;
+        let mut members = self.members.iter().flatten();
+        if members.all(|session| self.sessions.get(session).is_some_and(|found| found.shared)) {
+            self.become_ready(lane);
+        }
+    }
+
+    fn become_ready(&mut self, lane: LaneChoice) {
+        let sessions = self.member_sessions();
         self.phase = Phase::Ready { lane: lane.clone() };
         self.effects.push(Effect::Ready {
             sessions,
@@ -502,20 +576,22 @@ impl<T> Communicator<T> {
                 reason: format!("rank {rank} cannot map its window: {error}"),
             }),
             // It said before that it had.
-            (Some(_), Phase::Testing { .. } | Phase::Ready { .. }) => {}
+            (Some(_), Phase::Testing { .. } | Phase::Sharing { .. } | Phase::Ready { .. }) => {}
         }
     }
 
     /// The GPUs of `epoch` were tested: what they can take, or the ranks it is about and why not.
     pub(crate) fn tested(&mut self, epoch: u64, result: Result<GpuLimits, (Vec<Rank>, String)>) {
-        let is_current = epoch == self.epoch && matches!(self.phase, Phase::Testing { .. });
-        if !is_current {
+        let Phase::Testing { deadline } = self.phase else {
+            return;
+        };
+        if epoch != self.epoch {
             return;
         }
         match result {
             Ok(limits) => {
                 self.gpus = Some(limits);
-                self.become_ready();
+                self.choose_lane(deadline);
             }
             Err((ranks, reason)) => self.end_epoch(EndCause::Ineligible { ranks, reason }),
         }
@@ -551,7 +627,7 @@ impl<T> Communicator<T> {
         let rank = found.rank;
         if self.members.get(rank.as_usize()) == Some(&Some(session)) {
             match &mut self.phase {
-                Phase::Ready { .. } | Phase::Testing { .. } => {
+                Phase::Ready { .. } | Phase::Testing { .. } | Phase::Sharing { .. } => {
                     self.end_epoch(EndCause::RankGone { rank, how });
                 }
                 Phase::Forming { deadline } => {
@@ -947,7 +1023,7 @@ impl<T> Communicator<T> {
     fn plan_for(&self, signature: Signature, in_place: bool) -> Result<Plan, CallError> {
         Ok(plan(PlanRequest {
             backend: self.settings.backend,
-            lane: self.lane().map_or(Lane::Rpc, |choice| choice.lane),
+            lane: Lane::Rpc,
             world_size: self.settings.world_size,
             num_elems: signature.num_elems,
             dtype: signature.dtype,
@@ -1194,13 +1270,9 @@ impl<T> Communicator<T> {
         let Some((last_rank, skew)) = lateness.iter().max_by_key(|(_, late)| *late).copied() else {
             return;
         };
-        let lane = arrivals
-            .first()
-            .and_then(|arrival| self.sessions.get(&arrival.session))
-            .map_or(Lane::Rpc, |session| session.lane.lane);
         let algorithm = launch.plan.algorithm;
         self.stats
-            .record_reduction(launch.signature, lane, algorithm, &lateness, took);
+            .record_reduction(launch.signature, Lane::Rpc, algorithm, &lateness, took);
         for (arrival, (_, late)) in arrivals.into_iter().zip(lateness) {
             let reduced = Reduced {
                 algorithm,
@@ -1244,7 +1316,9 @@ impl<T> Communicator<T> {
     /// When [`Self::expire`] is next to be called.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let joining = match &self.phase {
-            Phase::Forming { deadline } | Phase::Testing { deadline } => *deadline,
+            Phase::Forming { deadline }
+            | Phase::Testing { deadline }
+            | Phase::Sharing { deadline, .. } => *deadline,
             Phase::Ready { .. } => None,
         };
         let calling = self.call_deadline().map(|(at, _)| at);
@@ -1285,7 +1359,23 @@ impl<T> Communicator<T> {
                 });
                 return;
             }
-            Phase::Forming { .. } | Phase::Testing { .. } | Phase::Ready { .. } => {}
+            Phase::Sharing {
+                deadline: Some(deadline),
+                ..
+            } if deadline <= now => {
+                let members = self.members.iter().flatten();
+                let missing = members
+                    .filter_map(|session| self.sessions.get(session))
+                    .filter(|session| !session.shared)
+                    .map(|session| session.rank)
+                    .collect();
+                self.end_epoch(EndCause::JoinTimeout { missing, timeout });
+                return;
+            }
+            Phase::Forming { .. }
+            | Phase::Testing { .. }
+            | Phase::Sharing { .. }
+            | Phase::Ready { .. } => {}
         }
         let Some((_, timeout)) = self.call_deadline().filter(|(at, _)| *at <= now) else {
             return;

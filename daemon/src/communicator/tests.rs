@@ -31,10 +31,7 @@ fn joining(rank: Rank) -> Joining {
     Joining {
         session: SESSIONS.fetch_add(1, Ordering::Relaxed),
         rank,
-        lane: LaneChoice {
-            lane: Lane::Rpc,
-            reason: "test".to_owned(),
-        },
+        lanes: vec![Lane::Rpc],
         arena_len_bytes: 4096,
         pid: 1,
         client_name: "test".to_owned(),
@@ -624,6 +621,7 @@ proptest! {
                     | Effect::Test { .. }
                     | Effect::Ended { .. }
                     | Effect::ForgetMemory { .. }
+                    | Effect::Share { .. }
                     | Effect::Forget { .. } => {}
                 }
             }

@@ -9,7 +9,7 @@ mod companion;
 mod task;
 
 pub(crate) use task::{
-    ArenaAt, Handle, JoinedAs, RegisterCuda, StatsReport, Stopped, Tell, exhausted,
+    ArenaAt, Handle, JoinedAs, RegisterCuda, SharedRegion, StatsReport, Stopped, Tell, exhausted,
 };
 
 use crate::backend::Fault;

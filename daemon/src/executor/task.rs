@@ -15,11 +15,11 @@ use crate::communicator::{
 use crate::config::ms;
 use crate::executor::ExecutorSpec;
 use crate::health::HealthTable;
-use crate::plan::{LaneChoice, choose_lane};
+use crate::plan::{LaneChoice, check_wanted_lanes};
 use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
 use allreduce_contract::cuda::ImportedMemory;
 use allreduce_contract::memory::{Mapping, MemoryError, SealedMemory};
-use allreduce_contract::v1::{CudaMemory, ErrorCode, Hello};
+use allreduce_contract::v1::{CudaMemory, ErrorCode, Hello, RegionKind};
 use allreduce_contract::window::{ABI_VERSION, Control};
 use allreduce_contract::{Algorithm, Backend as BackendKind, Lane, Rank};
 use std::collections::HashMap;
@@ -42,8 +42,24 @@ pub(crate) enum Tell {
         lane: LaneChoice,
         warnings: Vec<String>,
     },
+    /// The lane has ranks reach each other's memory.
+    Peers {
+        epoch: u64,
+        lane: Lane,
+        /// By rank: what it shares.
+        peers: Vec<Vec<SharedRegion>>,
+    },
     Ended(EpochEnd),
     Drain,
+}
+
+/// A memory that a rank shares with the others.
+#[derive(Debug, Clone)]
+pub(crate) struct SharedRegion {
+    pub(crate) kind: RegionKind,
+    pub(crate) len_bytes: u64,
+    /// GPU memory; none is on the companion socket.
+    pub(crate) cuda: Option<CudaMemory>,
 }
 
 /// A rank is in.
@@ -117,6 +133,11 @@ enum Command {
         window: Result<Made, JoinError>,
     },
     Mapped {
+        session: u64,
+        error: Option<String>,
+    },
+    /// A rank has mapped its peers' memory, or could not.
+    Shared {
         session: u64,
         error: Option<String>,
     },
@@ -236,6 +257,11 @@ impl Handle {
     /// A rank has mapped its window, or could not.
     pub(crate) async fn mapped(&self, session: u64, error: Option<String>) {
         self.tell(Command::Mapped { session, error }).await;
+    }
+
+    /// A rank has mapped its peers' memory, or could not.
+    pub(crate) async fn shared(&self, session: u64, error: Option<String>) {
+        self.tell(Command::Shared { session, error }).await;
     }
 
     /// Detaches a session, and waits until its memory is free.
@@ -606,6 +632,7 @@ impl Task {
                 self.answer_join(reply, joined);
             }
             Command::Mapped { session, error } => self.communicator.mapped(session, error),
+            Command::Shared { session, error } => self.communicator.shared(session, error),
             Command::Tested {
                 sessions,
                 epoch,
@@ -821,13 +848,13 @@ impl Task {
             });
         }
         let rank = world_size.rank(hello.rank)?;
-        let wanted: Vec<Lane> = hello
+        let lanes: Vec<Lane> = hello
             .lanes
             .iter()
             .map(|lane| Lane::from_wire(*lane))
             .collect::<Result<_, _>>()
             .map_err(JoinError::BadLane)?;
-        let lane = choose_lane(self.spec.backend(), &wanted).map_err(JoinError::Plan)?;
+        check_wanted_lanes(self.spec.backend(), &lanes).map_err(JoinError::Plan)?;
         self.communicator.may_join(rank)?;
         let (default, limit, key) = match self.spec.backend() {
             BackendKind::Host => {
@@ -849,7 +876,7 @@ impl Task {
         Ok(Joining {
             session: u64::from_le_bytes(crate::random::bytes().map_err(JoinError::NoSession)?),
             rank,
-            lane,
+            lanes,
             arena_len_bytes: asked,
             pid: hello.pid,
             client_name: shortened(&hello.client_name),
@@ -1208,6 +1235,11 @@ impl Task {
             }
             Effect::Launch(launch) => self.launch(launch),
             Effect::Test { sessions, epoch } => self.test(sessions, epoch),
+            Effect::Share {
+                sessions,
+                epoch,
+                lane,
+            } => self.share(&sessions, epoch, lane),
             Effect::Done { session, sequence } => match &mut self.backend {
                 Backend::Host(host) => {
                     if let Some(window) = host.windows.get(&session) {
@@ -1284,6 +1316,20 @@ impl Task {
                     }
                 }
             }
+        }
+    }
+
+    /// Tells ranks what each of them shares with the others.
+    fn share(&self, sessions: &[u64], epoch: u64, lane: Lane) {
+        let peers: Vec<Vec<SharedRegion>> = sessions
+            .iter()
+            .map(|_| match &self.backend {
+                Backend::Host(_) | Backend::Cuda(_) => Vec::new(),
+            })
+            .collect();
+        for session in sessions {
+            let peers = peers.clone();
+            self.tell(*session, Tell::Peers { epoch, lane, peers });
         }
     }
 

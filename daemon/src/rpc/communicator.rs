@@ -5,7 +5,7 @@
 
 use crate::communicator::{EndCause, EpochEnd, Gone};
 use crate::config::ms;
-use crate::executor::{ArenaAt, ExecutorSpec, Handle, JoinedAs, Tell};
+use crate::executor::{ArenaAt, ExecutorSpec, Handle, JoinedAs, SharedRegion, Tell};
 use crate::rpc::ToStatus;
 use crate::rpc::status::BadMessage;
 use allreduce_contract::Rank;
@@ -13,8 +13,8 @@ use allreduce_contract::v1::attach_request::Message as FromRank;
 use allreduce_contract::v1::attach_response::Message as ToRank;
 use allreduce_contract::v1::communicator_server::Communicator;
 use allreduce_contract::v1::{
-    AttachRequest, AttachResponse, Backend, Hello, Joined, Lane, Mapped, Notice, NoticeKind, Ready,
-    Region, RegionKind,
+    AttachRequest, AttachResponse, Backend, Hello, Joined, Lane, Mapped, Notice, NoticeKind, Peer,
+    Peers, Ready, Region, RegionKind, Shared,
 };
 use std::pin::Pin;
 use std::sync::Arc;
@@ -87,9 +87,10 @@ async fn first_message(inbound: &mut Streaming<AttachRequest>) -> Result<Hello, 
         .map_err(|_| BadMessage("no Hello came within 5 s of Attach").to_status())??;
     match first.and_then(|request| request.message) {
         Some(FromRank::Hello(hello)) => Ok(hello),
-        Some(FromRank::Heartbeat(_) | FromRank::Leave(_) | FromRank::Mapped(_)) | None => {
-            Err(BadMessage("the first message on Attach must be Hello").to_status())
-        }
+        Some(
+            FromRank::Heartbeat(_) | FromRank::Leave(_) | FromRank::Mapped(_) | FromRank::Shared(_),
+        )
+        | None => Err(BadMessage("the first message on Attach must be Hello").to_status()),
     }
 }
 
@@ -134,9 +135,13 @@ impl Attachment {
                             let error = (!error.is_empty()).then(|| printable(&error));
                             handle.mapped(joined.session, error).await;
                         }
+                        Some(FromRank::Shared(Shared { error })) => {
+                            let error = (!error.is_empty()).then(|| printable(&error));
+                            handle.shared(joined.session, error).await;
+                        }
                         Some(FromRank::Leave(_)) => return Gone::Left,
                         Some(FromRank::Hello(_)) | None => {
-                            let bad = BadMessage("after Hello, only Heartbeat, Mapped and Leave may follow");
+                            let bad = BadMessage("after Hello, only Heartbeat, Mapped, Shared and Leave may follow");
                             self.close(bad.to_status());
                             return Gone::Disconnected;
                         }
@@ -177,6 +182,21 @@ impl Attachment {
                 backend: Backend::from(spec.backend()) as i32,
                 warnings,
             })),
+            Tell::Peers { epoch, lane, peers } => {
+                let region = |region: SharedRegion| Region {
+                    kind: region.kind as i32,
+                    len_bytes: region.len_bytes,
+                    cuda: region.cuda,
+                };
+                let peers = peers.into_iter().map(|regions| Peer {
+                    regions: regions.into_iter().map(region).collect(),
+                });
+                self.send(ToRank::Peers(Peers {
+                    epoch,
+                    lane: Lane::from(lane) as i32,
+                    peers: peers.collect(),
+                }))
+            }
             // An epoch that never formed has no members to notify: the stream itself fails, with the
             // missing ranks in its status, as a refused Hello would.
             Tell::Ended(end) if end.cause.is_of_forming() => {

@@ -84,6 +84,7 @@ impl ToStatus for Refusal {
             Refusal::TooFewBlocks { .. }
             | Refusal::NotTested
             | Refusal::NoSuchLane { .. }
+            | Refusal::NoCommonLane
             | Refusal::NoSuchBackend { .. } => {
                 (Code::FailedPrecondition, detail(ErrorCode::Unsupported))
             }

@@ -21,7 +21,7 @@ template <int W>
 constexpr int BATCH = W <= 2 ? 2 : 1;
 // The same for direct sources, where all loads of a round go out together.
 template <int W>
-constexpr u32 PULL_BATCH = W <= 2 ? 4 : W <= 4 ? 2 : 1;
+constexpr u32 PULL_BATCH = W <= 4 ? 2 : 1;
 
 template <class T, int U>
 AR_DEV void load_batch(Pack (&own)[U], const Tensor<T>& in, const Block& b, u32 k, u32 packs) {
@@ -271,15 +271,15 @@ AR_DEV void one_shot_pull_inband(Shared* sh, const Call& call) {
 // SYNC: header, ready, done
 
 // U packs of this thread from every rank at once: all loads before the first use. Not `go`: a rehearsal, which
-// reads what is certainly there and stores nothing.
+// stores nothing.
 template <class T, int W, int U>
-AR_DEV void pull_batch(const Shared& sh, u64 control, u32 world_size, u32 op, u32 go, u64 to, u32 k, u32 stride) {
+AR_DEV void pull_batch(const u64 (&source)[W], u32 world_size, u32 op, u32 go, u64 to, u32 k, u32 stride) {
     Pack v[U][W];
 #pragma unroll
     for (int u = 0; u < U; u++)
 #pragma unroll
         for (int r = 0; r < W; r++)
-            if (r < (int)world_size) v[u][r] = ld_peer_pack((go ? sh.source[r] : control) + (u64)(go ? k + u * stride : 0) * PACK_BYTES);
+            if (r < (int)world_size) v[u][r] = ld_peer_pack(source[r] + (u64)(k + u * stride) * PACK_BYTES);
 #pragma unroll
     for (int u = 0; u < U; u++) {
         const Pack result = reduce<T, W>(v[u], world_size, op);
@@ -329,29 +329,36 @@ AR_DEV void serve_direct(Block& b) {
     }
     check_call<W, EXACT>(b, hold ? call.num_packs : 0, staging.bytes);
     greet<true>(b);
-    const bool odd = service_any(meet<true, false>(b));
-    b.failed = service_any(b.failed);
     if (b.lane == 0) {
         b.sh->dest = hold ? b.signal + staging.offset + (b.parity() * 2 + 1) * staging.bytes : b.dest;
-        b.sh->whole = odd ? 0 : hold ? call.src_whole_packs : call.dst_whole_packs;
-        b.sh->verdict = b.failed ? VERDICT_FAILED : hold ? VERDICT_HOLD : VERDICT_GO;
+        b.sh->whole = hold ? call.src_whole_packs : call.dst_whole_packs;
+        b.sh->verdict = hold ? VERDICT_HOLD : VERDICT_GO;
+    }
+    advance_absent_blocks(b);  // while the headers are on their way
+    const bool odd = meet<true, false>(b);
+    if (AR_UNLIKELY(service_any(odd || b.failed))) {
+        b.failed = service_any(b.failed);
+        if (b.lane == 0) {
+            b.sh->whole = 0;
+            if (b.failed) b.sh->verdict = VERDICT_FAILED;
+        }
     }
     sync_block();
     if (AR_UNLIKELY(b.failed)) {
         abandon<T>(b);
         return;
     }
-    advance_absent_blocks(b);
 #if !defined(AR_MUTATE_NO_END_BARRIER)
-    meet_again(b);
+    meet_again(b, hold);
     b.failed = service_any(b.failed);
-    if (AR_UNLIKELY(hold) && !sync_block_or(b.failed)) sync_block();
-    if (AR_UNLIKELY(b.failed)) {
-        abandon<T>(b);
-        return;
+    if (AR_UNLIKELY(hold) && !sync_block_or(b.failed)) {
+        sync_block();
+        finish(b);
     }
-#endif
+    if (AR_UNLIKELY(b.failed)) abandon<T>(b);
+#else
     finish(b);
+#endif
 }
 template <class T, int W, bool EXACT>
 AR_DEV void pull_direct(Block& b) {
@@ -359,23 +366,32 @@ AR_DEV void pull_direct(Block& b) {
     constexpr int U = PULL_BATCH<W>;
     const u32 op = opaque(call.op), packs = opaque(call.num_packs);
     const u32 world_size = EXACT ? (u32)W : ld_weak_u32(b.control + AR_OFFSETOF(Control, world_size));
-    u32 whole = packs < U * b.stride ? packs : U * b.stride, verdict = VERDICT_GO, k;
-    u64 to = 0;
+    // Rehearsed with this block's first packs, all at the control block's address.
+    u32 whole = 1, first = 0, verdict = VERDICT_GO, k;
+    u64 to = 0, source[W];
+#pragma unroll
+    for (int r = 0; r < W; r++) source[r] = b.control;
+    u32 stride = 1;
+    if (U > 1 && packs > b.stride) whole = U;
     for (u32 go = opaque(0);; go = opaque(1)) {
         if (go) {
             sync_block();
             to = b.sh->dest;
             whole = b.sh->whole;
             verdict = b.sh->verdict;
+#pragma unroll
+            for (int r = 0; r < W; r++)
+                if (r < (int)world_size) source[r] = b.sh->source[r];
+            first = b.first;
+            stride = b.stride;
             if (AR_UNLIKELY(verdict == VERDICT_FAILED)) return;
         }
-        k = b.first;
+        k = first;
         if constexpr (U > 1)
 #pragma unroll 1
-            for (; AR_UNLIKELY(k + (U - 1) * b.stride < whole); k += U * b.stride)
-                pull_batch<T, W, U>(*b.sh, b.control, world_size, op, go, to, k, b.stride);
+            for (; AR_UNLIKELY(k + (U - 1) * stride < whole); k += U * stride) pull_batch<T, W, U>(source, world_size, op, go, to, k, stride);
 #pragma unroll 1
-        for (; k < whole; k += b.stride) pull_batch<T, W, 1>(*b.sh, b.control, world_size, op, go, to, k, b.stride);
+        for (; k < whole; k += stride) pull_batch<T, W, 1>(source, world_size, op, go, to, k, stride);
         if (go) break;
     }
     if (AR_UNLIKELY(k < packs)) pull_odd<T, W>(b.sh, &call, world_size, verdict == VERDICT_HOLD, k, b.stride);

@@ -341,22 +341,6 @@ AR_DEV void await_done(Block& b) {
     await_done_flags(b, 1, [](u64 flag) { return ld_acquire_u32(flag); });
 }
 
-// The end of a direct call, by the service threads: when the block has read, tells every peer so and waits until
-// they have. Gone through twice: the first time before the barrier, without effect, to have the code at hand.
-// SYNC: done
-AR_DEV void meet_again(Block& b) {
-    for (u32 go = opaque(0);; go = opaque(1)) {
-        if (go) sync_block();
-#pragma unroll 1
-        for (u32 r = b.lane; r <= b.world_size; r += SERVICE_THREADS) {
-            const bool is_rank = r < b.world_size;
-            if (is_rank && go) st_after_reads_u32(flag_address(b.service_window(r), AR_OFFSETOF(Signal, done), block_x(), b.rank), b.sequence);
-        }
-        await_done_flags(b, go, [](u64 flag) { return ld_before_end_u32(flag); });
-        if (go) break;
-    }
-}
-
 // Makes this call an in-band pull: what it will leave in its slot for the next one to empty.
 AR_DEV void begin_turn(Block& b, u32 input_packs, u32 result_packs) {
     b.turn++;
@@ -426,6 +410,25 @@ AR_DEV void finish(Block& b) {
         for (int i = 0; i < 7; i++) st_relaxed_u64(b.signal + 20480 + (b.service ? 64 : 0) + 8 * i, (u64)b.stamps[i]);
 #endif
 }
+// The end of a direct call, by the service threads: when the block has read, tells every peer so and waits until
+// they have. Gone through twice: the first time before the barrier, without effect, to have the code at hand.
+// The block's state is stored before the wait (but with `late`, where output remains to be written): a store behind
+// it would keep the kernel from ending. If the wait fails, abandon stores the same again.
+// SYNC: done, finished
+AR_DEV void meet_again(Block& b, bool late) {
+    for (u32 go = opaque(0);; go = opaque(1)) {
+        if (go) sync_block();
+#pragma unroll 1
+        for (u32 r = b.lane; r <= b.world_size; r += SERVICE_THREADS) {
+            const bool is_rank = r < b.world_size;
+            if (is_rank && go) st_after_reads_u32(flag_address(b.service_window(r), AR_OFFSETOF(Signal, done), block_x(), b.rank), b.sequence);
+        }
+        if (go && !late) finish(b);
+        await_done_flags(b, go, [](u64 flag) { return ld_before_end_u32(flag); });
+        if (go) break;
+    }
+}
+
 // The same where a thread may have failed since the last such barrier.
 template <class T>
 AR_DEV void leave(Block& b) {

@@ -8,6 +8,7 @@
 //! | request | descriptor in | reply | descriptor out |
 //! | --- | --- | --- | --- |
 //! | [`Kind::Control`], [`Kind::Arena`] | | length | the region of the session's own window |
+//! | [`Kind::Kernels`] | | length | the image of the kernels, to be read |
 //! | [`Kind::Hand`] | a sealed memfd | handle for Buffers.Register | |
 //!
 //! Numbers are little endian.
@@ -33,17 +34,20 @@ pub enum Kind {
     Control,
     /// Send me the arena of my window.
     Arena,
+    /// Send me the image of the kernels.
+    Kernels,
     /// Here is a memory of mine, to be registered.
     Hand,
 }
 
 impl Kind {
-    const ALL: [Kind; 3] = [Kind::Control, Kind::Arena, Kind::Hand];
+    const ALL: [Kind; 4] = [Kind::Control, Kind::Arena, Kind::Kernels, Kind::Hand];
 
     const fn code(self) -> u32 {
         match self {
             Kind::Control => RegionKind::Control as u32,
             Kind::Arena => RegionKind::Arena as u32,
+            Kind::Kernels => RegionKind::Kernels as u32,
             Kind::Hand => 0x100,
         }
     }

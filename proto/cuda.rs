@@ -10,6 +10,7 @@
 //! fit. No call here synchronises a device.
 #![allow(unsafe_code)] // room: CUDA bindings
 
+use crate::window::{CONTROL_LEN_BYTES, Control, STATUS_OFFSET_BYTES};
 use cudarc::driver::sys;
 use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
@@ -737,6 +738,51 @@ impl Stream {
         is_ready(unsafe { call!(cuStreamQuery(self.raw)) })
     }
 
+    /// Begins to capture what is enqueued into a graph, instead of doing it. Until the end, calls of this process that
+    /// could be captured by mistake fail in every thread (the global mode, which frameworks use).
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn begin_capture(&self) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+        // SAFETY: the stream is alive as long as self.
+        unsafe { call!(cuStreamBeginCapture_v2(self.raw, mode)) }
+    }
+
+    /// Ends the capture.
+    ///
+    /// # Errors
+    /// [`CudaError`], of what was captured too.
+    pub fn end_capture(&self) -> Result<Graph, CudaError> {
+        let _entered = self.context.enter()?;
+        let (mut graph, mut exec) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the places are for handles, which are destroyed here and by Drop.
+        unsafe {
+            call!(cuStreamEndCapture(self.raw, &raw mut graph))?;
+            let made = call!(cuGraphInstantiateWithFlags(&raw mut exec, graph, 0));
+            let _ = sys::cuGraphDestroy(graph);
+            made?;
+        }
+        Ok(Graph {
+            context: Arc::clone(&self.context),
+            exec,
+        })
+    }
+
+    /// Enqueues a graph.
+    ///
+    /// # Safety
+    /// What the graph touches is alive until the stream has done it.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn replay(&self, graph: &Graph) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: both are alive; the rest is the caller's.
+        unsafe { call!(cuGraphLaunch(graph.exec, self.raw)) }
+    }
+
     /// Enqueues a fill of `len_bytes` at `start` with a byte.
     ///
     /// # Safety
@@ -847,9 +893,41 @@ impl Event {
     /// # Errors
     /// [`CudaError`].
     pub fn create(context: &Arc<Context>) -> Result<Self, CudaError> {
+        Self::with_flags(
+            context,
+            sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32,
+        )
+    }
+
+    /// Makes one whose records have a time.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn create_timed(context: &Arc<Context>) -> Result<Self, CudaError> {
+        Self::with_flags(context, sys::CUevent_flags_enum::CU_EVENT_DEFAULT as u32)
+    }
+
+    /// Microseconds, by the GPU's clock, between `earlier`'s record and this one's; both are timed and done.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn micros_since(&self, earlier: &Event) -> Result<f64, CudaError> {
+        let _entered = self.context.enter()?;
+        let mut millis = 0.0;
+        // SAFETY: millis is a place for one; the events are alive.
+        unsafe {
+            call!(cuEventElapsedTime_v2(
+                &raw mut millis,
+                earlier.raw,
+                self.raw
+            ))?;
+        }
+        Ok(f64::from(millis) * 1000.0)
+    }
+
+    fn with_flags(context: &Arc<Context>, flags: u32) -> Result<Self, CudaError> {
         let _entered = context.enter()?;
         let mut raw = ptr::null_mut();
-        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
         // SAFETY: raw is a place for a handle; Drop destroys what is made.
         unsafe { call!(cuEventCreate(&raw mut raw, flags)) }?;
         Ok(Self {
@@ -869,6 +947,19 @@ impl Event {
         let _entered = self.context.enter()?;
         // SAFETY: the caller's; the event is alive as long as self.
         unsafe { call!(cuEventRecord(self.raw, stream.cast())) }
+    }
+
+    /// Makes a stream wait for the last record; for one that was never recorded there is nothing to wait for.
+    ///
+    /// # Safety
+    /// As [`Self::record_on`].
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn await_on(&self, stream: *mut c_void) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the caller's; the event is alive as long as self.
+        unsafe { call!(cuStreamWaitEvent(stream.cast(), self.raw, 0)) }
     }
 
     /// Whether its last record is done; so is an event that was never recorded.
@@ -999,6 +1090,93 @@ pub unsafe fn is_capturing(_entered: &Entered<'_>, stream: *mut c_void) -> Resul
 pub unsafe fn is_idle(_entered: &Entered<'_>, stream: *mut c_void) -> Result<bool, CudaError> {
     // SAFETY: the caller's.
     is_ready(unsafe { call!(cuStreamQuery(stream.cast())) })
+}
+
+/// A captured graph, ready to be replayed.
+#[derive(Debug)]
+pub struct Graph {
+    context: Arc<Context>,
+    exec: sys::CUgraphExec,
+}
+
+// SAFETY: a handle that any thread may use; the driver serialises.
+unsafe impl Send for Graph {}
+// SAFETY: as above.
+unsafe impl Sync for Graph {}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        let Ok(_entered) = self.context.enter() else {
+            return;
+        };
+        // SAFETY: instantiated by end_capture and destroyed once; the driver waits for replays.
+        let _ = unsafe { sys::cuGraphExecDestroy(self.exec) };
+    }
+}
+
+/// A control page that kernels can store to: registered with CUDA.
+#[derive(Debug)]
+pub struct RegisteredPage {
+    context: Arc<Context>,
+    start: ptr::NonNull<u8>,
+    device_start: DevicePtr,
+}
+
+// SAFETY: the address is only passed to the driver.
+unsafe impl Send for RegisteredPage {}
+// SAFETY: as above.
+unsafe impl Sync for RegisteredPage {}
+
+impl RegisteredPage {
+    /// Registers a page.
+    ///
+    /// # Safety
+    /// The guard is dropped before the page is unmapped, and when no kernel stores there any more.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn register(context: &Arc<Context>, control: &Control) -> Result<Self, CudaError> {
+        let _entered = context.enter()?;
+        let start = control.page_start();
+        let flags = sys::CU_MEMHOSTREGISTER_DEVICEMAP | sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // SAFETY: the page is mapped, and stays so (the caller's).
+        unsafe {
+            call!(cuMemHostRegister_v2(
+                start.as_ptr().cast(),
+                CONTROL_LEN_BYTES.get(),
+                flags
+            ))?;
+        }
+        let mut page = Self {
+            context: Arc::clone(context),
+            start,
+            device_start: 0,
+        };
+        // SAFETY: the page is registered; device_start is a place for an address.
+        unsafe {
+            call!(cuMemHostGetDevicePointer_v2(
+                &raw mut page.device_start,
+                start.as_ptr().cast(),
+                0
+            ))?;
+        }
+        Ok(page)
+    }
+
+    /// Device address of the status word.
+    pub fn status(&self) -> DevicePtr {
+        self.device_start + STATUS_OFFSET_BYTES as u64
+    }
+}
+
+impl Drop for RegisteredPage {
+    fn drop(&mut self) {
+        let Ok(_entered) = self.context.enter() else {
+            return;
+        };
+        // SAFETY: registered by this value, unregistered once.
+        let _ = unsafe { sys::cuMemHostUnregister(self.start.as_ptr().cast()) };
+    }
 }
 
 #[cfg(test)]

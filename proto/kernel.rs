@@ -1,18 +1,20 @@
 //! The CUDA kernels: their image or source, their names, and what is passed to them.
 //!
 //! Owns the mirror of kernels/cuda/abi.h: field by field the same, sizes and offsets asserted on both sides,
-//! and the signature computed the same way (a test compares with the C++ of the header). The executor fills
-//! these and launches. Refuses to call CUDA.
+//! and the signature computed the same way (a test compares with the C++ of the header). Executors and ranks of the
+//! lane `delegated` fill these and launch. Refuses to call CUDA.
 
 use crate::{Algorithm, Dtype, Op, WorldSize};
 use std::mem::{offset_of, size_of};
 
 /// The fatbin that nvcc made at build time; none if there was no nvcc.
+#[cfg(feature = "kernels")]
 pub fn fatbin() -> Option<&'static [u8]> {
     const IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/all_reduce.fatbin"));
     (!IMAGE.is_empty()).then_some(IMAGE)
 }
 
+#[cfg(feature = "kernels")]
 macro_rules! source {
     ($name:literal) => {
         (
@@ -23,9 +25,11 @@ macro_rules! source {
 }
 
 /// The source for a run-time compiler: the file to compile.
+#[cfg(feature = "kernels")]
 pub const MAIN_SOURCE: (&str, &str) = source!("all_reduce.cu");
 
 /// Its headers, by the names it includes them with. They include nothing else.
+#[cfg(feature = "kernels")]
 pub const HEADERS: [(&str, &str); 6] = [
     source!("abi.h"),
     source!("mem.cuh"),
@@ -332,7 +336,7 @@ impl Regions {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "kernels"))]
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;

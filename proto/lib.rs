@@ -6,9 +6,11 @@
 pub mod companion;
 #[cfg(feature = "cuda")]
 pub mod cuda;
-#[cfg(feature = "kernels")]
+#[cfg(any(feature = "cuda", feature = "kernels"))]
 pub mod kernel;
 pub mod memory;
+#[cfg(feature = "cuda")]
+pub mod module;
 pub mod status;
 pub mod transport;
 mod types;

@@ -16,6 +16,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use nix::sys::stat::fstat;
 use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
+use nix::sys::uio::{pread, pwrite};
 use nix::unistd::ftruncate;
 use std::ffi::CStr;
 use std::num::NonZeroUsize;
@@ -103,6 +104,54 @@ impl SealedMemory {
         reserve(&fd, len, file_len)?;
         fcntl(&fd, FcntlArg::F_ADD_SEALS(SEALS)).map_err(create)?;
         Ok(Self { fd, len_bytes })
+    }
+
+    /// Creates a memory that holds `bytes` (at least one) and that nobody can write any more: it can be read
+    /// ([`Self::read`]), not mapped.
+    ///
+    /// # Errors
+    /// Those of [`Self::create`].
+    pub fn of(name: &CStr, bytes: &[u8]) -> Result<Self, MemoryError> {
+        let len_bytes = NonZeroUsize::new(bytes.len()).unwrap_or(NonZeroUsize::MIN);
+        let create = |source| MemoryError::Create {
+            len_bytes: len_bytes.get(),
+            source,
+        };
+        let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+        let fd = memfd_create(name, flags).map_err(create)?;
+        let file_len = i64::try_from(len_bytes.get()).map_err(|_| create(Errno::EFBIG))?;
+        ftruncate(&fd, file_len).map_err(create)?;
+        reserve(&fd, len_bytes.get(), file_len)?;
+        let mut written = 0;
+        while let Some(rest) = bytes.get(written..).filter(|rest| !rest.is_empty()) {
+            let at = i64::try_from(written).map_err(|_| create(Errno::EFBIG))?;
+            written += pwrite(&fd, rest, at).map_err(create)?;
+        }
+        let seals = SEALS.union(SealFlag::F_SEAL_WRITE);
+        fcntl(&fd, FcntlArg::F_ADD_SEALS(seals)).map_err(create)?;
+        Ok(Self { fd, len_bytes })
+    }
+
+    /// All of its bytes, as they are now.
+    ///
+    /// # Errors
+    /// [`MemoryError::Map`], with the errno of the read.
+    pub fn read(&self) -> Result<Vec<u8>, MemoryError> {
+        let failed = |source| MemoryError::Map {
+            len_bytes: self.len_bytes.get(),
+            source,
+        };
+        let mut bytes = vec![0; self.len_bytes.get()];
+        let mut done = 0;
+        while let Some(rest) = bytes.get_mut(done..).filter(|rest| !rest.is_empty()) {
+            let at = i64::try_from(done).map_err(|_| failed(Errno::EFBIG))?;
+            match pread(&self.fd, rest, at).map_err(failed)? {
+                // It cannot have shrunk.
+                0 => return Err(failed(Errno::EIO)),
+                read => done += read,
+            }
+        }
+        Ok(bytes)
     }
 
     /// Takes over a memory that another process created, after checking its seals and that it has

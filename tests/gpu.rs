@@ -10,6 +10,8 @@
 
 mod harness;
 
+#[path = "gpu/captured.rs"]
+mod captured;
 #[path = "gpu/conform.rs"]
 mod conform;
 #[path = "gpu/cuda.rs"]
@@ -18,6 +20,8 @@ mod cuda;
 mod death;
 #[path = "gpu/eligible.rs"]
 mod eligible;
+#[path = "gpu/lanes.rs"]
+mod lanes;
 #[path = "gpu/memory.rs"]
 mod memory;
 #[path = "gpu/nvrtc.rs"]

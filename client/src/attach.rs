@@ -11,9 +11,9 @@
 //!      +-----------------+----------------+----------------+--> Over (refused, ended, lost, left)
 //! ```
 
-#[cfg(feature = "cuda")]
-use crate::cuda;
 use crate::error::{EpochEnd, Refused, connection_ended};
+#[cfg(feature = "cuda")]
+use crate::{cuda, cuda_lane};
 use allreduce_contract::Backend;
 use allreduce_contract::companion::{Kind, Reply, Request, TOKEN_LEN};
 use allreduce_contract::memory::{Mapping, SealedMemory};
@@ -23,8 +23,8 @@ use allreduce_contract::v1::attach_response::Message as ToRank;
 use allreduce_contract::v1::buffers_client::BuffersClient;
 use allreduce_contract::v1::communicator_client::CommunicatorClient;
 use allreduce_contract::v1::{
-    AttachRequest, Heartbeat, Hello, Joined, Leave, Mapped, Notice, NoticeKind, Ready, RegionKind,
-    ReleaseRequest, Shared,
+    AttachRequest, Heartbeat, Hello, Joined, Leave, Mapped, Notice, NoticeKind, Peers, Ready,
+    RegionKind, ReleaseRequest, Shared,
 };
 use allreduce_contract::window::Control;
 use nix::sys::socket::{
@@ -89,6 +89,9 @@ pub(crate) enum Over {
 #[derive(Debug)]
 pub(crate) struct Window {
     pub(crate) joined: Joined,
+    /// Where this rank launches the kernels itself. Before the control page, to which they store.
+    #[cfg(feature = "cuda")]
+    pub(crate) lane: OnceLock<cuda_lane::Lane>,
     pub(crate) control: Control,
     pub(crate) arena: Arena,
 }
@@ -104,6 +107,9 @@ impl Window {
                 let window = Arc::clone(self);
                 // It may block until kernels of this process are done.
                 let closing = cuda::on_helper_thread(move || {
+                    if let Some(lane) = window.lane.get() {
+                        lane.close();
+                    }
                     if let Arena::Cuda(arena) = &window.arena {
                         arena.close(&window.control);
                     }
@@ -122,7 +128,10 @@ impl Window {
             Arena::Host(_) => {}
             #[cfg(feature = "cuda")]
             // If the GPU is lost too, nothing waits there any more.
-            Arena::Cuda(arena) => drop(arena.let_go(&self.control)),
+            Arena::Cuda(arena) => {
+                drop(self.lane.get().map(cuda_lane::Lane::abort));
+                drop(arena.let_go(&self.control));
+            }
         }
     }
 }
@@ -174,6 +183,8 @@ pub(crate) enum Errand {
 /// Where an executor is, and how to show that one may.
 #[derive(Debug, Clone)]
 pub(crate) struct ExecutorAt {
+    /// Names the communicator in this process: the daemon's socket, and its name there.
+    pub(crate) communicator: String,
     pub(crate) socket: PathBuf,
     pub(crate) companion: PathBuf,
     pub(crate) token: [u8; TOKEN_LEN],
@@ -284,6 +295,55 @@ fn lost(error: impl std::fmt::Display) -> Over {
 }
 
 impl Member<'_> {
+    /// Maps what the ranks share, and tries the lane. Heartbeats wait meanwhile, as they do while a window is mapped:
+    /// the executor's timeout for both is the join's.
+    #[cfg(feature = "cuda")]
+    async fn open_lane(
+        &self,
+        rank: u32,
+        window: Arc<Window>,
+        context: Option<GpuContext>,
+        peers: Peers,
+    ) -> Result<(), String> {
+        let context =
+            context.ok_or("the lane is of backend cuda, which this rank has not joined")?;
+        let at = self.at.clone();
+        let opening = cuda::on_helper_thread(move || {
+            let own = peers.peers.get(rank as usize);
+            let kernels = own
+                .and_then(|own| {
+                    let mut regions = own.regions.iter();
+                    regions.find(|region| region.kind() == RegionKind::Kernels)
+                })
+                .ok_or("Peers names no kernels")?;
+            let session = window.joined.session;
+            let image = fetch(&at, (session, rank), Kind::Kernels, kernels.len_bytes)?;
+            let image = image.read().map_err(|error| error.to_string())?;
+            let opener = cuda_lane::Opener {
+                communicator: &at.communicator,
+                rank,
+                session,
+            };
+            cuda_lane::Lane::open_in(&window, &context, opener, &peers, &image)
+        });
+        opening.await.flatten()
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    #[expect(clippy::unused_async, reason = "as with feature cuda")]
+    async fn open_lane(
+        &self,
+        _rank: u32,
+        _window: Arc<Window>,
+        _context: Option<GpuContext>,
+        peers: Peers,
+    ) -> Result<(), String> {
+        Err(format!(
+            "this client has no lane {}",
+            peers.lane().as_str_name()
+        ))
+    }
+
     async fn run(
         &self,
         hello: Hello,
@@ -376,7 +436,14 @@ impl Member<'_> {
                             }
                         }
                         Some(ToRank::Peers(peers)) => {
-                            let error = format!("this client has not got lane {}", peers.lane().as_str_name());
+                            let mapped = match &window {
+                                Some(window) => {
+                                    self.open_lane(rank, Arc::clone(window), context.clone(), peers)
+                                        .await
+                                }
+                                None => Err("Peers came before Joined".to_owned()),
+                            };
+                            let error = mapped.err().unwrap_or_default();
                             send(FromRank::Shared(Shared { error }));
                         }
                         Some(ToRank::Notice(notice)) => match notice.kind() {
@@ -445,6 +512,29 @@ impl Member<'_> {
     }
 }
 
+/// Asks the companion socket for a memory of this rank's.
+fn fetch(
+    at: &ExecutorAt,
+    (session, rank): (u64, u32),
+    kind: Kind,
+    announced: u64,
+) -> Result<SealedMemory, String> {
+    let request = Request {
+        kind,
+        token: at.token,
+        session,
+        rank,
+        len_bytes: 0,
+    };
+    match exchange(&at.companion, &request, None)? {
+        (Reply::Region { len_bytes }, Some(fd)) if len_bytes == announced => {
+            SealedMemory::adopt(fd, announced).map_err(|error| error.to_string())
+        }
+        (Reply::Refused(refusal), _) => Err(refusal.to_string()),
+        (reply, _) => Err(format!("unexpected reply {reply:?}")),
+    }
+}
+
 fn refused_or_lost(status: &tonic::Status) -> Over {
     let refused = Refused::new(status);
     if refused.is_transport() {
@@ -468,33 +558,20 @@ fn map_window(
     context: Option<GpuContext>,
     joined: Joined,
 ) -> Result<Window, Unmapped> {
-    let fetch = |kind: Kind, region: RegionKind| {
+    let of_window = |kind: Kind, region: RegionKind| {
         let announced = joined
             .regions
             .iter()
             .find(|found| found.kind() == region)
             .map(|found| found.len_bytes)
             .ok_or_else(|| format!("Joined names no region {region:?}"))?;
-        let request = Request {
-            kind,
-            token: at.token,
-            session: joined.session,
-            rank,
-            len_bytes: 0,
-        };
-        match exchange(&at.companion, &request, None)? {
-            (Reply::Region { len_bytes }, Some(fd)) if len_bytes == announced => {
-                SealedMemory::adopt(fd, announced).map_err(|error| error.to_string())
-            }
-            (Reply::Refused(refusal), _) => Err(refusal.to_string()),
-            (reply, _) => Err(format!("unexpected reply {reply:?}")),
-        }
+        fetch(at, (joined.session, rank), kind, announced)
     };
-    let control = fetch(Kind::Control, RegionKind::Control)?;
+    let control = of_window(Kind::Control, RegionKind::Control)?;
     let control = Control::open(&control).map_err(|error| error.to_string())?;
     let arena = match context {
         None => {
-            let arena = fetch(Kind::Arena, RegionKind::Arena)?;
+            let arena = of_window(Kind::Arena, RegionKind::Arena)?;
             Arena::Host(Arc::new(arena.map().map_err(|error| error.to_string())?))
         }
         #[cfg(feature = "cuda")]
@@ -502,6 +579,8 @@ fn map_window(
     };
     Ok(Window {
         joined,
+        #[cfg(feature = "cuda")]
+        lane: OnceLock::new(),
         control,
         arena,
     })

@@ -234,6 +234,7 @@ impl Client {
             Attempt::Again("the daemon answered a token of another length".to_owned())
         })?;
         let at = ExecutorAt {
+            communicator: format!("{}\n{}", self.socket.display(), options.communicator),
             socket: opened.executor_socket.into(),
             companion: opened.companion_socket.into(),
             token,

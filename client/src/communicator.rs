@@ -15,7 +15,7 @@ use allreduce_contract::v1::{
     self, AllReduceRequest, AllReduceResponse, AllocateRequest, AllocateResponse, BufferRange,
     ErrorCode, Event, PingRequest, Ready, RegisterRequest,
 };
-use allreduce_contract::window::Settled;
+use allreduce_contract::window::{AbortReason, Settled};
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op};
 use std::ops::Range;
 use std::os::fd::AsFd;
@@ -79,7 +79,8 @@ impl AllReduceOptions {
 pub struct Reduction {
     /// What reduced.
     pub algorithm: Algorithm,
-    /// Time it spent reducing.
+    /// Time it spent reducing. This and what follows are 0 where ranks launch themselves on a GPU (lane `delegated`
+    /// of backend cuda): no clock of a host sees it.
     pub reduce_time: Duration,
     /// Time between the first and the last rank's call.
     pub skew: Duration,
@@ -460,9 +461,11 @@ impl Communicator {
     /// # Errors
     /// [`AllReduceError::Device`] or another for which [`AllReduceError::is_epoch_over`] holds.
     pub fn check(&self) -> Result<(), AllReduceError> {
-        match self.window.control.status() {
-            Some(abort) => Err(AllReduceError::Device(abort)),
-            None => self.check_membership(),
+        match (self.window.control.status(), self.check_membership()) {
+            // The kernel was told by who ended the epoch, and the executor's words say more.
+            (Some(abort), Err(over)) if abort.reason == AbortReason::Host => Err(over),
+            (Some(abort), _) => Err(AllReduceError::Device(abort)),
+            (None, membership) => membership,
         }
     }
 

@@ -46,7 +46,8 @@ use crate::communicator::{
     ANSWER_GRACE, AllReduceOptions, Communicator, Reduction, bounded, buffer_error, cut_off,
     reduction, within,
 };
-use crate::error::{AllReduceError, BufferError};
+use crate::cuda_lane::{LanePlan, Tensors};
+use crate::error::{AllReduceError, BufferError, Refused};
 use allreduce_contract::cuda::{
     Context, Driver, IPC_HANDLE_LEN, ImportedMemory, Relaxed, Stream, allocation_around, export,
     is_capturing, is_idle, relax_capture_mode, wait_flags, write_flags,
@@ -58,7 +59,7 @@ use allreduce_contract::v1::{
 use allreduce_contract::window::{
     Control, FLAGS_LEN_BYTES, MAX_STREAMS, done_flag, flag_reached, ready_flag,
 };
-use allreduce_contract::{Backend, Dtype, Op};
+use allreduce_contract::{Backend, Dtype, Lane, Op};
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fmt;
@@ -365,7 +366,7 @@ fn handle(bytes: &[u8]) -> Result<[u8; IPC_HANDLE_LEN], String> {
 }
 
 /// What is guarded here is never left half changed: a panic elsewhere does not matter.
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -828,6 +829,18 @@ impl Communicator {
         if stream.key() == PER_THREAD {
             return Err(AllReduceError::PerThreadStream);
         }
+        let num_elems = num_elems as u64;
+        if self.lane() == Lane::Delegated {
+            let tensors = Tensors {
+                src,
+                dst,
+                num_elems,
+                dtype,
+                op,
+            };
+            // SAFETY: the caller's.
+            return unsafe { self.launch_on(stream, tensors, &options).await };
+        }
         {
             let entered = gpu.context.enter().map_err(AllReduceError::Cuda)?;
             // SAFETY: the caller promises a live stream of this context, or null.
@@ -835,7 +848,6 @@ impl Communicator {
                 return Err(AllReduceError::Capturing);
             }
         }
-        let num_elems = num_elems as u64;
         let dst_start = dst;
         let [src, dst] = {
             let len_bytes = num_elems.saturating_mul(dtype.size_bytes() as u64);
@@ -897,6 +909,50 @@ impl Communicator {
         reduction(&response)
     }
 
+    /// Lane `delegated`: launches the reduction on the stream.
+    ///
+    /// # Safety
+    /// As [`Self::all_reduce_on`].
+    async unsafe fn launch_on(
+        &self,
+        stream: StreamHandle,
+        tensors: Tensors,
+        options: &AllReduceOptions,
+    ) -> Result<Reduction, AllReduceError> {
+        let lane = self.window.lane.get();
+        let lane = lane.ok_or(AllReduceError::WrongBackend(Backend::Host))?;
+        check_tensors(&tensors)?;
+        let plan = match lane.planned(&tensors, options) {
+            Some(plan) => plan,
+            None => {
+                let request = v1::PlanRequest {
+                    session: self.session(),
+                    num_elems: tensors.num_elems,
+                    dtype: v1::Dtype::from(tensors.dtype) as i32,
+                    op: v1::Op::from(tensors.op) as i32,
+                    algorithm: options
+                        .algorithm
+                        .map_or(0, |algorithm| v1::Algorithm::from(algorithm) as i32),
+                };
+                let answer = bounded(self.collectives.clone().plan(request)).await;
+                let answer =
+                    answer.map_err(|status| AllReduceError::from_refused(Refused::new(&status)))?;
+                let plan = LanePlan::of(&answer.into_inner())?;
+                lane.remember(&tensors, options, plan);
+                plan
+            }
+        };
+        // SAFETY: the caller's.
+        unsafe { lane.launch(stream, tensors, &plan) }?;
+        Ok(Reduction {
+            algorithm: plan.algorithm,
+            reduce_time: Duration::ZERO,
+            skew: Duration::ZERO,
+            waited: Duration::ZERO,
+            last_rank: self.rank(),
+        })
+    }
+
     /// Waits until the GPU is done with all but [`MAX_QUEUED`] of the reductions called.
     async fn queue_has_room(&self, timeout: Duration) -> Result<(), AllReduceError> {
         let oldest = (self.sequences.last() + 1).saturating_sub(MAX_QUEUED);
@@ -927,8 +983,40 @@ impl Communicator {
     pub async fn close_stream(&self, stream: StreamHandle) -> Result<(), AllReduceError> {
         let gpu = self.for_reductions()?;
         gpu.streams.lock().await.forget(stream.key());
+        if let Some(lane) = self.window.lane.get() {
+            // SAFETY: it is about to be destroyed, as is documented, so it is live.
+            unsafe { lane.close_stream(stream) }.map_err(AllReduceError::Cuda)?;
+        }
         Ok(())
     }
+}
+
+fn check_tensors(tensors: &Tensors) -> Result<(), AllReduceError> {
+    let Tensors {
+        src,
+        dst,
+        num_elems,
+        dtype,
+        ..
+    } = *tensors;
+    let elem_bytes = dtype.size_bytes();
+    for pointer in [src, dst] {
+        if !pointer.is_multiple_of(elem_bytes as u64) {
+            return Err(AllReduceError::Misaligned {
+                pointer,
+                elem_bytes,
+            });
+        }
+    }
+    let len_bytes = num_elems.saturating_mul(elem_bytes as u64);
+    if src != dst && src.abs_diff(dst) < len_bytes {
+        return Err(AllReduceError::Overlap {
+            src,
+            dst,
+            len_bytes,
+        });
+    }
+    Ok(())
 }
 
 /// Has the stream write its ready flag; an idle stream has nothing to wait for, and need not, unless `must_write`.

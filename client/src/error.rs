@@ -9,6 +9,8 @@ use allreduce_contract::Backend;
 use allreduce_contract::status::detail_of;
 use allreduce_contract::v1::{ErrorCode, ErrorDetail};
 use allreduce_contract::window::Abort;
+#[cfg(feature = "cuda")]
+use allreduce_contract::{Dtype, Op};
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -250,8 +252,43 @@ pub enum AllReduceError {
     WrongBackend(Backend),
     /// The stream is being captured into a graph. Nothing was sent.
     #[cfg(feature = "cuda")]
-    #[error("the stream is being captured, which lane rpc cannot be: reduce outside of the graph")]
+    #[error(
+        "the stream is being captured, which lane rpc cannot be: join with lane delegated, or reduce outside of the graph"
+    )]
     Capturing,
+    /// A tensor's address is not a multiple of its element's size. Nothing was sent.
+    #[cfg(feature = "cuda")]
+    #[error("{pointer:#x} is not aligned to the element's {elem_bytes} bytes")]
+    Misaligned {
+        /// Where the tensor starts.
+        pointer: u64,
+        /// Bytes of an element.
+        elem_bytes: usize,
+    },
+    /// Source and destination share bytes without being the same. Nothing was sent.
+    #[cfg(feature = "cuda")]
+    #[error("the {len_bytes} bytes at {src:#x} and at {dst:#x} overlap: reduce in place, or apart")]
+    Overlap {
+        /// Where the source starts.
+        src: u64,
+        /// Where the destination starts.
+        dst: u64,
+        /// Length of each.
+        len_bytes: u64,
+    },
+    /// There is no kernel for this. Nothing was sent.
+    #[cfg(feature = "cuda")]
+    #[error("the GPU kernels have no {op} of {dtype}")]
+    NoKernel {
+        /// The element type.
+        dtype: Dtype,
+        /// The operator.
+        op: Op,
+    },
+    /// The executor's plan cannot be launched here. Nothing was.
+    #[cfg(feature = "cuda")]
+    #[error("not launched: {0}")]
+    NotLaunched(String),
     /// The stream stands for another one in each thread. Nothing was sent.
     #[cfg(feature = "cuda")]
     #[error("the per-thread default stream cannot be used: name a stream of its own")]
@@ -327,6 +364,10 @@ impl AllReduceError {
             | Self::WrongBackend(_) => false,
             #[cfg(feature = "cuda")]
             Self::Capturing
+            | Self::Misaligned { .. }
+            | Self::Overlap { .. }
+            | Self::NoKernel { .. }
+            | Self::NotLaunched(_)
             | Self::PerThreadStream
             | Self::NotABuffer { .. }
             | Self::RangeGiven

@@ -38,6 +38,8 @@ mod client;
 mod communicator;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(feature = "cuda")]
+mod cuda_lane;
 mod error;
 mod sequence;
 

@@ -50,6 +50,8 @@ pub(crate) struct GpuLimits {
     pub inband_part_bytes: u64,
     /// Bytes of a staging part.
     pub staging_part_bytes: u64,
+    /// Whether the executor and the ranks of each GPU that several ranks are on are clients of MPS.
+    pub shared_by_mps: bool,
 }
 
 /// How it is reduced.
@@ -135,6 +137,16 @@ pub(crate) enum Refusal {
         /// The lanes there are.
         available: &'static str,
     },
+    /// Kernels of several processes on one GPU, which wait for each other, would take turns.
+    #[error(
+        "lane {lane} needs MPS: {ranks} ranks share a GPU, and their kernels, which wait for each other, would take turns; start nvidia-cuda-mps-control -d as the user of daemon and workers, with one CUDA_MPS_PIPE_DIRECTORY for all, then restart them"
+    )]
+    NeedsMps {
+        /// The lane asked for.
+        lane: Lane,
+        /// Most ranks on one GPU.
+        ranks: u32,
+    },
     /// The ranks ask for different lanes.
     #[error("no lane is named by every rank that names any: have all ranks name the same, or none")]
     NoCommonLane,
@@ -217,14 +229,25 @@ fn plan_cuda(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
         dtype,
         op,
         in_place,
+        lane,
         ..
     } = *request;
+    // The executor has mapped every rank's tensors, which the ranks have not.
+    let is_direct = match lane {
+        Lane::Rpc => true,
+        Lane::Resident | Lane::Delegated => false,
+    };
     if kernel::dtype_name(dtype).is_none() || kernel::op_code(op).is_none() {
         return Err(Refusal::NoKernel { dtype, op });
     }
     let limits = request.gpus.ok_or(Refusal::NotTested)?;
     let ranks = limits.ranks_per_gpu.max(1);
-    let most_blocks = (limits.resident_blocks / ranks).min(MAX_BLOCKS);
+    // Where ranks launch, a call's blocks are resident while those of the one before finish.
+    let calls_at_once = match lane {
+        Lane::Rpc | Lane::Resident => 1,
+        Lane::Delegated => 2,
+    };
+    let most_blocks = (limits.resident_blocks / ranks / calls_at_once).min(MAX_BLOCKS);
     if most_blocks == 0 {
         return Err(Refusal::TooFewBlocks {
             resident_blocks: limits.resident_blocks,
@@ -234,16 +257,16 @@ fn plan_cuda(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
     let algorithm = request
         .algorithm
         .unwrap_or_else(|| cuda_algorithm(world_size, limits.gpus, len_bytes));
-    // Where a launch keeps what peers read or write (abi.h, "Largest tensor"). Sources are direct: the
-    // executor has mapped every rank's memory.
+    // Where a launch keeps what peers read or write (abi.h, "Largest tensor").
     let ranks_u64 = u64::from(world_size.get());
     let launch_bytes = match algorithm {
         Algorithm::OneShotPush => limits.push_slot_bytes,
         Algorithm::TwoShotPush => limits.push_slot_bytes / 2 * ranks_u64,
         Algorithm::OneShotPullInband => limits.inband_part_bytes,
-        Algorithm::TwoShotPullInband => limits.inband_part_bytes * ranks_u64,
-        Algorithm::OneShotPull if in_place => limits.staging_part_bytes,
-        Algorithm::TwoShotPull if in_place => limits.staging_part_bytes,
+        Algorithm::TwoShotPullInband if is_direct => limits.inband_part_bytes * ranks_u64,
+        Algorithm::TwoShotPullInband => limits.inband_part_bytes,
+        Algorithm::OneShotPull if in_place || !is_direct => limits.staging_part_bytes,
+        Algorithm::TwoShotPull if in_place || !is_direct => limits.staging_part_bytes,
         Algorithm::TwoShotPull => limits.staging_part_bytes * ranks_u64,
         // Host algorithms were refused.
         Algorithm::OneShotPull | Algorithm::OneShot | Algorithm::OneShotChunked => u64::MAX,
@@ -323,20 +346,35 @@ fn cuda_shape(instance: Instance, most_blocks: u32, packs: u64) -> (u32, u32) {
 /// Whether a backend has a lane at all; whether these ranks can have it, [`choose_lane`] finds out.
 fn check_lane(backend: Backend, lane: Lane) -> Result<(), Refusal> {
     match (backend, lane) {
-        (Backend::Host | Backend::Cuda, Lane::Rpc) => Ok(()),
-        (Backend::Host | Backend::Cuda, Lane::Resident | Lane::Delegated) => {
-            Err(Refusal::NoSuchLane {
-                lane,
-                backend,
-                available: "rpc",
-            })
-        }
+        (Backend::Host | Backend::Cuda, Lane::Rpc) | (Backend::Cuda, Lane::Delegated) => Ok(()),
+        (Backend::Host, Lane::Resident | Lane::Delegated) => Err(Refusal::NoSuchLane {
+            lane,
+            backend,
+            available: "rpc",
+        }),
+        (Backend::Cuda, Lane::Resident) => Err(Refusal::NoSuchLane {
+            lane,
+            backend,
+            available: "delegated, rpc",
+        }),
     }
 }
 
-/// Whether these ranks can have a lane, with their backend.
-fn check_lane_here(backend: Backend, lane: Lane, _gpus: Option<&GpuLimits>) -> Result<(), Refusal> {
-    check_lane(backend, lane)
+/// Whether these ranks can have a lane of their backend.
+fn check_lane_here(backend: Backend, lane: Lane, gpus: Option<&GpuLimits>) -> Result<(), Refusal> {
+    check_lane(backend, lane)?;
+    match (backend, lane, gpus) {
+        (Backend::Cuda, Lane::Delegated | Lane::Resident, Some(limits))
+            if limits.ranks_per_gpu > 1 && !limits.shared_by_mps =>
+        {
+            Err(Refusal::NeedsMps {
+                lane,
+                ranks: limits.ranks_per_gpu,
+            })
+        }
+        (Backend::Cuda, Lane::Delegated | Lane::Resident, None) => Err(Refusal::NotTested),
+        (Backend::Host | Backend::Cuda, Lane::Rpc | Lane::Delegated | Lane::Resident, _) => Ok(()),
+    }
 }
 
 fn check_op(dtype: Dtype, op: Op) -> Result<(), Refusal> {
@@ -387,24 +425,26 @@ pub(crate) fn choose_lane(
         let mut ranks = wanted.iter();
         ranks.all(|lanes| lanes.is_empty() || lanes.contains(lane))
     };
-    let mut refused: Option<(Lane, Refusal)> = None;
+    let mut refused: Vec<(Lane, Refusal)> = Vec::new();
     for lane in candidates.filter(is_common) {
         match check_lane_here(backend, lane, gpus) {
             Ok(()) => {
-                let reason = match (asked, refused) {
-                    (Some(_), None) => "asked for".to_owned(),
-                    (Some(_), Some((first, why))) => format!("asked for, after {first}: {why}"),
-                    (None, None) => "auto: the best there is".to_owned(),
-                    (None, Some((first, why))) => format!("auto: not {first}: {why}"),
+                let who = if asked.is_some() { "asked for" } else { "auto" };
+                let better: Vec<String> = refused
+                    .iter()
+                    .map(|(lane, why)| format!("not {lane}: {why}"))
+                    .collect();
+                let reason = match better.as_slice() {
+                    [] => who.to_owned(),
+                    [..] => format!("{who}; {}", better.join("; ")),
                 };
                 return Ok(LaneChoice { lane, reason });
             }
-            Err(why) => {
-                refused.get_or_insert((lane, why));
-            }
+            Err(why) => refused.push((lane, why)),
         }
     }
-    Err(refused.map_or(Refusal::NoCommonLane, |(_, why)| why))
+    let first = refused.into_iter().next();
+    Err(first.map_or(Refusal::NoCommonLane, |(_, why)| why))
 }
 
 /// The backend a communicator gets, and why.
@@ -462,15 +502,19 @@ mod tests {
             1_u64..4096,
             1_u64..4096,
             1_u64..4096,
+            any::<bool>(),
         )
-            .prop_map(|(gpus, resident_blocks, push, inband, staging)| GpuLimits {
-                gpus,
-                ranks_per_gpu: 16_u32.div_ceil(gpus),
-                resident_blocks,
-                push_slot_bytes: 1024 * push,
-                inband_part_bytes: 1024 * inband,
-                staging_part_bytes: 1024 * staging,
-            })
+            .prop_map(
+                |(gpus, resident_blocks, push, inband, staging, shared_by_mps)| GpuLimits {
+                    gpus,
+                    ranks_per_gpu: 16_u32.div_ceil(gpus),
+                    resident_blocks,
+                    push_slot_bytes: 1024 * push,
+                    inband_part_bytes: 1024 * inband,
+                    staging_part_bytes: 1024 * staging,
+                    shared_by_mps,
+                },
+            )
     }
 
     fn requests() -> impl Strategy<Value = PlanRequest> {

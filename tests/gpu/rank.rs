@@ -10,7 +10,7 @@ use crate::harness::{self, watchdog_of};
 use allreduce_client::blocking::{Client, Communicator};
 use allreduce_client::cuda::{Device, DeviceBuffer, StreamHandle, devices};
 use allreduce_client::{
-    AllReduceError, AllReduceOptions, Backend, Dtype, JoinOptions, Op, Reduction,
+    AllReduceError, AllReduceOptions, Backend, Dtype, JoinOptions, Lane, Op, Reduction,
 };
 use allreduce_contract::cuda::{Context, Stream};
 use std::path::Path;
@@ -58,6 +58,7 @@ pub struct Rank {
 pub fn options(name: &str, rank: u32, world_size: u32, device: &Device) -> JoinOptions {
     JoinOptions::new(name, rank, world_size)
         .device(device.clone())
+        .lanes([Lane::Rpc])
         .arena_len_bytes(4 << 20)
         .timeout(JOIN_TIMEOUT)
 }

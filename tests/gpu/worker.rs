@@ -1,10 +1,12 @@
 //! A rank that is a process, to be killed or to get stuck: what it does when it is told.
 
+use crate::captured::Captured;
 use crate::cuda::Gate;
 use crate::harness::worker::{asked, describe, say};
 use crate::rank::{Rank, gpu_of, options};
 use allreduce_client::cuda::devices;
-use allreduce_client::{AllReduceOptions, Dtype, Op};
+use allreduce_client::{AllReduceOptions, Dtype, Lane, Op};
+use allreduce_contract::cuda::relax_capture_mode;
 use std::time::Duration;
 
 /// Runs as a worker, and exits, if this process was started as one.
@@ -16,13 +18,18 @@ pub fn run_if_asked() {
     let device = gpu_of(&devices, asked.rank);
     let mut joined: Option<Rank> = None;
     let mut gate: Option<Gate> = None;
+    let mut captured: Option<Captured> = None;
     for line in asked.told {
         let words: Vec<&str> = line.split(' ').collect();
         match (words.as_slice(), &joined) {
-            (["join"], _) => {
+            (["join", ..], _) => {
                 // The old one leaves first.
                 drop(joined.take());
-                let options = options(&asked.communicator, asked.rank, asked.world_size, device);
+                let mut options =
+                    options(&asked.communicator, asked.rank, asked.world_size, device);
+                if let ["join", lane] = words.as_slice() {
+                    options = options.lanes([lane.parse().unwrap()]);
+                }
                 let rank = Rank::join(&asked.socket, options, device);
                 say(&format!("joined {}", rank.communicator.epoch()));
                 joined = Some(rank);
@@ -31,6 +38,62 @@ pub fn run_if_asked() {
                 Ok(()) => say("reduced"),
                 Err(error) => say(&describe(&error)),
             },
+            // Lane delegated: a graph.
+            (["capture"], Some(rank)) => match Captured::new(rank) {
+                Ok(graph) => {
+                    captured = Some(graph);
+                    say("captured");
+                }
+                Err(error) => say(&describe(&error)),
+            },
+            (["join-while-capturing", name], Some(rank)) => {
+                let begun = std::sync::Barrier::new(2);
+                let other = std::thread::scope(|scope| {
+                    let joining = scope.spawn(|| {
+                        begun.wait();
+                        // For the test's own streams and memory; the client's threads see to theirs.
+                        relax_capture_mode().unwrap();
+                        let options = options(name, asked.rank, asked.world_size, device);
+                        Rank::join(&asked.socket, options.lanes([Lane::Delegated]), device)
+                    });
+                    rank.stream().synchronize().unwrap();
+                    rank.stream().begin_capture().unwrap();
+                    begun.wait();
+                    let other = joining.join().unwrap();
+                    rank.stream().end_capture().unwrap();
+                    other
+                });
+                drop(other);
+                captured = Some(Captured::new(rank).unwrap());
+                say("captured");
+            }
+            (["replay", times], Some(rank)) => {
+                captured
+                    .as_ref()
+                    .unwrap()
+                    .replay(rank, times.parse().unwrap());
+                say("replayed");
+            }
+            (["eager"], Some(rank)) => match captured.as_ref().unwrap().eager(rank) {
+                Ok(()) => say("called"),
+                Err(error) => say(&describe(&error)),
+            },
+            (["found"], Some(rank)) => say(&captured.as_ref().unwrap().found(rank)),
+            (["sync"], Some(rank)) => match rank.stream().synchronize() {
+                Ok(()) => say("synced"),
+                Err(error) => say(&error.to_string()),
+            },
+            (["call-elems", num_elems], Some(rank)) => {
+                let at = rank.scratch.ptr();
+                let num_elems = num_elems.parse().unwrap();
+                let options = AllReduceOptions::default();
+                rank.fill(rank.stream(), at, 0, 64 * 4);
+                let kind = (Dtype::F32, Op::Sum);
+                match rank.call(rank.stream(), [at, at], num_elems, kind, options) {
+                    Ok(_) => say("called"),
+                    Err(error) => say(&describe(&error)),
+                }
+            }
             // Holds the stream up.
             (["close"], Some(rank)) => {
                 gate = Some(Gate::close(rank.stream()));

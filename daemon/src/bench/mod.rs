@@ -11,6 +11,7 @@
 //! | `reduce` | the reduction alone: N sources to one destination, one thread, no IPC |
 //! | `memcpy` | copying (N + 1) / 2 times the bytes, which moves as much memory |
 
+mod graph;
 mod peer;
 
 use crate::children::{ChildError, Children};
@@ -21,6 +22,7 @@ use crate::spread::Spread;
 use crate::workload::{ReductionSpec, WorkloadError};
 use allreduce_contract::{Algorithm, Backend, BadWorldSize, Dtype, Lane, Op, WorldSize};
 use allreduce_kernels::{ReduceError, measure};
+use graph::{GraphReport, GraphSpec};
 use peer::{CaseReport, PeerReport, PeerSpec, RankSpec};
 use serde::Serialize;
 use std::path::Path;
@@ -51,6 +53,9 @@ pub(crate) struct Arguments {
     /// Algorithms, comma-separated: auto lets the plan choose; others as in the rows.
     #[arg(long, value_name = "A,..", value_delimiter = ',', default_values = ["auto"], value_parser = parse_auto::<Algorithm>)]
     algorithm: Vec<Choice<Algorithm>>,
+    /// Backend cuda: reductions inside a replayed CUDA graph instead, for each lane that can be captured.
+    #[arg(long)]
+    graph: bool,
     /// Also measure echo with multi-thread runtimes: how the daemon's and the client's were chosen.
     #[arg(long)]
     runtimes: bool,
@@ -160,6 +165,9 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, BenchError> {
         None if all_have_kernels && device::of_rank(None, 0)?.is_some() => Backend::Cuda,
         None => Backend::Host,
     };
+    if arguments.graph {
+        return measure_graphs(arguments, &cases);
+    }
     let mut rows = Vec::new();
     let mut memory = Vec::new();
     for world_size in &arguments.world_size {
@@ -187,6 +195,87 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, BenchError> {
     })
 }
 
+/// The lanes that can be captured.
+const GRAPH_LANES: [Lane; 1] = [Lane::Delegated];
+
+fn measure_graphs(arguments: &Arguments, cases: &[ReductionSpec]) -> Result<Outcome, BenchError> {
+    let mut rows = Vec::new();
+    for world_size in &arguments.world_size {
+        let world_size = WorldSize::new(*world_size)?;
+        for algorithm in &arguments.algorithm {
+            for lane in GRAPH_LANES {
+                let reports = measure_graph(world_size, lane, algorithm.0, cases)?;
+                for (case, mut report) in cases.iter().zip(reports) {
+                    let spread = Spread::of(&mut report.reduction_us);
+                    let mut row = row(world_size, *case, lane.name(), &report.algorithm, spread);
+                    row.backend = Backend::Cuda.to_string();
+                    rows.push(row);
+                }
+            }
+        }
+    }
+    Ok(Outcome {
+        schema_version: 1,
+        rows,
+        memory: Vec::new(),
+    })
+}
+
+/// The reports of all ranks, merged case by case.
+fn measure_graph(
+    world_size: WorldSize,
+    lane: Lane,
+    algorithm: Option<Algorithm>,
+    cases: &[ReductionSpec],
+) -> Result<Vec<GraphReport>, BenchError> {
+    let daemon = PrivateDaemon::start_own(&[])?;
+    let specs: Vec<PeerSpec> = world_size
+        .ranks()
+        .map(|rank| {
+            PeerSpec::Graph(GraphSpec {
+                socket: daemon.socket().to_owned(),
+                rank: rank.get(),
+                world_size: world_size.get(),
+                lane: lane.to_string(),
+                algorithm: algorithm.map(|algorithm| algorithm.to_string()),
+                cases: cases.iter().map(named).collect(),
+            })
+        })
+        .collect();
+    let ranks = Children::<PeerReport>::start("bench-peer", &specs)?;
+    let mut merged: Vec<GraphReport> = Vec::new();
+    let mut reported = vec![false; specs.len()];
+    while reported.contains(&false) {
+        match ranks.next(SILENCE)? {
+            Ok((rank, PeerReport::Graphs(reports))) => {
+                if let Some(reported) = reported.get_mut(rank) {
+                    *reported = true;
+                }
+                if merged.is_empty() {
+                    merged = reports;
+                } else {
+                    for (into, report) in merged.iter_mut().zip(&reports) {
+                        into.merge(report);
+                    }
+                }
+            }
+            // Some rank is through with a case, or has ended after it had reported.
+            Ok((_, PeerReport::Listening)) => {}
+            Err(rank) if reported.get(rank) == Some(&true) => {}
+            Err(rank) => return Err(ChildError::Ended(rank).into()),
+            Ok((_, PeerReport::Cases(_) | PeerReport::Echoed(_))) => {
+                return Err(BenchError::NoReport);
+            }
+        }
+    }
+    Ok(merged)
+}
+
+/// As peers are told.
+fn named(case: &ReductionSpec) -> (String, String, usize) {
+    (case.dtype.to_string(), case.op.to_string(), case.num_elems)
+}
+
 /// Starts a bare echo server; it listens when this returns.
 fn start_echo(socket: &Path, multi_thread: bool) -> Result<Children<PeerReport>, BenchError> {
     let spec = PeerSpec::Echo {
@@ -196,7 +285,9 @@ fn start_echo(socket: &Path, multi_thread: bool) -> Result<Children<PeerReport>,
     let echo = Children::start("bench-peer", &[spec])?;
     match echo.next(SILENCE)? {
         Ok((_, PeerReport::Listening)) => Ok(echo),
-        Ok((_, PeerReport::Cases(_) | PeerReport::Echoed(_))) | Err(_) => Err(BenchError::NoReport),
+        Ok((_, PeerReport::Cases(_) | PeerReport::Echoed(_) | PeerReport::Graphs(_))) | Err(_) => {
+            Err(BenchError::NoReport)
+        }
     }
 }
 
@@ -220,10 +311,7 @@ fn measure_rpc(
                 world_size: world_size.get(),
                 backend: backend.to_string(),
                 algorithm: algorithm.map(|algorithm| algorithm.to_string()),
-                cases: cases
-                    .iter()
-                    .map(|case| (case.dtype.to_string(), case.op.to_string(), case.num_elems))
-                    .collect(),
+                cases: cases.iter().map(named).collect(),
             })
         })
         .collect();
@@ -235,7 +323,7 @@ fn measure_rpc(
             match ranks.next(SILENCE)? {
                 Ok((_, PeerReport::Cases(reports))) => break reports,
                 // Some rank is through with a case.
-                Ok((_, PeerReport::Listening | PeerReport::Echoed(_))) => {}
+                Ok((_, PeerReport::Listening | PeerReport::Echoed(_) | PeerReport::Graphs(_))) => {}
                 Err(rank) => return Err(ChildError::Ended(rank).into()),
             }
         };
@@ -326,7 +414,8 @@ fn runtime_rows(world_size: WorldSize) -> Result<Vec<Row>, BenchError> {
                     }
                 }
                 Err(client) if reported.get(client) == Some(&true) => {}
-                Ok((_, PeerReport::Cases(_) | PeerReport::Listening)) | Err(_) => {
+                Ok((_, PeerReport::Cases(_) | PeerReport::Listening | PeerReport::Graphs(_)))
+                | Err(_) => {
                     return Err(BenchError::NoReport);
                 }
             }

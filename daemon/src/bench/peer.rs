@@ -3,6 +3,7 @@
 //! Owns the timed loops. A rank interleaves its reductions with pings and echoes, round by round, so
 //! that all three meet the same weather.
 
+use crate::bench::graph::{self, GraphReport, GraphSpec};
 use crate::device::{self, DeviceError, DeviceTensor, WorkerStream};
 use crate::wire::{print_line, read_line};
 use allreduce_client::blocking::{Client, Communicator};
@@ -13,8 +14,10 @@ use allreduce_client::{
 use allreduce_contract::cuda::CudaError;
 use allreduce_contract::v1::collectives_client::CollectivesClient;
 use allreduce_contract::v1::collectives_server::{Collectives, CollectivesServer};
-use allreduce_contract::v1::{AllReduceRequest, AllReduceResponse, PingRequest, PingResponse};
-use allreduce_contract::{Algorithm, Backend, Dtype, Op, UnknownName};
+use allreduce_contract::v1::{
+    AllReduceRequest, AllReduceResponse, PingRequest, PingResponse, PlanRequest, PlanResponse,
+};
+use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, UnknownName};
 use serde::{Deserialize, Serialize};
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -38,6 +41,7 @@ pub(crate) enum PeerSpec {
     Rank(RankSpec),
     Echo { socket: PathBuf, multi_thread: bool },
     EchoClient { socket: PathBuf, multi_thread: bool },
+    Graph(GraphSpec),
 }
 
 /// A rank of the bench.
@@ -60,6 +64,7 @@ pub(crate) enum PeerReport {
     Listening,
     Echoed(Vec<f64>),
     Cases(Vec<CaseReport>),
+    Graphs(Vec<GraphReport>),
 }
 
 /// Samples of one case, microseconds.
@@ -105,6 +110,8 @@ pub(crate) enum PeerError {
     Cuda(#[from] CudaError),
     #[error(transparent)]
     Ping(#[from] Refused),
+    #[error("rank {rank}: {reason}")]
+    Wrong { rank: u32, reason: String },
     #[error("echo: {0}")]
     Echo(#[from] Box<Status>),
     #[error("echo: {0}")]
@@ -115,6 +122,7 @@ pub(crate) enum PeerError {
 pub(crate) fn run() -> Result<(), PeerError> {
     match read_line()? {
         PeerSpec::Rank(spec) => run_rank(&spec),
+        PeerSpec::Graph(spec) => graph::run_rank(&spec),
         PeerSpec::Echo {
             socket,
             multi_thread,
@@ -187,6 +195,10 @@ impl Collectives for Bare {
         Err(Status::unimplemented("this is the bench's echo server"))
     }
 
+    async fn plan(&self, _request: Request<PlanRequest>) -> Result<Response<PlanResponse>, Status> {
+        Err(Status::unimplemented("this is the bench's echo server"))
+    }
+
     async fn ping(&self, _request: Request<PingRequest>) -> Result<Response<PingResponse>, Status> {
         Ok(Response::new(PingResponse {}))
     }
@@ -230,6 +242,7 @@ fn run_rank(spec: &RankSpec) -> Result<(), PeerError> {
         .transpose()?;
     let mut options = JoinOptions::new("bench", spec.rank, spec.world_size)
         .backend(backend)
+        .lanes([Lane::Rpc])
         .arena_len_bytes(largest.unwrap_or(0) as u64 + (1 << 16))
         .client_name(format!("bench-{}", spec.rank));
     let device = device::of_rank(Some(backend), spec.rank)?;

@@ -138,6 +138,8 @@ pub(crate) enum CallError {
     WrongEpoch { asked: u64, session: u64 },
     #[error("not every rank has joined: {} missing", ranks(missing))]
     NotReady { missing: Vec<Rank> },
+    #[error("ranks of lane rpc do not launch: call AllReduce, or join with another lane")]
+    NotInLane,
     #[error(
         "sequence {sequence} {why}; the next one this communicator takes is {next}, and at most {window} ahead"
     )]

@@ -948,7 +948,7 @@ impl<T> Communicator<T> {
                 session: session.epoch,
             });
         }
-        if let Phase::Forming { .. } | Phase::Testing { .. } = self.phase {
+        if let Phase::Forming { .. } | Phase::Testing { .. } | Phase::Sharing { .. } = self.phase {
             let missing = |rank: &Rank| !self.is_joined(*rank);
             return Err(CallError::NotReady {
                 missing: self.settings.world_size.ranks().filter(missing).collect(),
@@ -996,7 +996,7 @@ impl<T> Communicator<T> {
             algorithm,
         };
         // The plan's refusals come first: they do not depend on the rank.
-        self.plan_for(signature, false)?;
+        self.plan_for(Lane::Rpc, signature, false)?;
         let src = self.place(call, rank, Side::Src, dtype)?;
         let dst = self.place(call, rank, Side::Dst, dtype)?;
         let len_bytes = call.num_elems.saturating_mul(dtype.size_bytes() as u64);
@@ -1020,10 +1020,40 @@ impl<T> Communicator<T> {
         }
     }
 
-    fn plan_for(&self, signature: Signature, in_place: bool) -> Result<Plan, CallError> {
+    /// How a rank of the lane in use, which launches itself, is to reduce. The same whether in place or not, so that
+    /// ranks may differ in that.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub(crate) fn plan_in_lane(
+        &self,
+        session: u64,
+        signature: Signature,
+    ) -> Result<Plan, CallError> {
+        let found = self.sessions.get(&session);
+        let found = found.ok_or(CallError::UnknownSession(session))?;
+        found.alive()?;
+        match self.lane().map(|choice| choice.lane) {
+            Some(lane @ (Lane::Delegated | Lane::Resident)) => self.plan_for(lane, signature, true),
+            Some(Lane::Rpc) => Err(CallError::NotInLane),
+            None => {
+                let missing = |rank: &Rank| !self.is_joined(*rank);
+                Err(CallError::NotReady {
+                    missing: self.settings.world_size.ranks().filter(missing).collect(),
+                })
+            }
+        }
+    }
+
+    fn plan_for(
+        &self,
+        lane: Lane,
+        signature: Signature,
+        in_place: bool,
+    ) -> Result<Plan, CallError> {
         Ok(plan(PlanRequest {
             backend: self.settings.backend,
-            lane: Lane::Rpc,
+            lane,
             world_size: self.settings.world_size,
             num_elems: signature.num_elems,
             dtype: signature.dtype,
@@ -1205,7 +1235,7 @@ impl<T> Communicator<T> {
         };
         let in_place = ranks.iter().any(|rank| is_same(rank.src, rank.dst));
         rendezvous.stage = Stage::Running { arrivals };
-        match self.plan_for(signature, in_place) {
+        match self.plan_for(Lane::Rpc, signature, in_place) {
             Ok(plan) => {
                 self.running = Some(sequence);
                 self.effects.push(Effect::Launch(Launch {

@@ -533,7 +533,8 @@ impl Outcome {
                 ),
             );
         }
-        for rank in &self.ranks {
+        // Ranks that launch themselves tell nobody when.
+        for rank in self.ranks.iter().filter(|rank| rank.calls > 0) {
             row(
                 "arrival skew",
                 format!(

@@ -111,7 +111,7 @@ async fn answer(
         token: _,
     } = request;
     match kind {
-        Kind::Control | Kind::Arena => {
+        Kind::Control | Kind::Arena | Kind::Kernels => {
             let (fd, len_bytes) = handle
                 .region(session, rank, kind)
                 .await

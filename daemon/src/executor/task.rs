@@ -9,13 +9,14 @@ use crate::backend::cuda::{self, CudaBackend, Freed, GpuTrouble, Stuck};
 use crate::backend::host::{Job, Pool, Window};
 use crate::backend::jobs::JobThread;
 use crate::communicator::{
-    BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, JoinError, Joining,
-    Launch, Quantiles, RankStats, Reduced, ReductionKind, SessionInfo, Settings, Stats,
+    BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, GpuError, JoinError,
+    Joining, Launch, Quantiles, RankStats, Reduced, ReductionKind, SessionInfo, Settings,
+    Signature, Stats,
 };
 use crate::config::ms;
 use crate::executor::ExecutorSpec;
 use crate::health::HealthTable;
-use crate::plan::{LaneChoice, check_wanted_lanes};
+use crate::plan::{LaneChoice, Plan, check_wanted_lanes};
 use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
 use allreduce_contract::cuda::ImportedMemory;
 use allreduce_contract::memory::{Mapping, MemoryError, SealedMemory};
@@ -23,7 +24,7 @@ use allreduce_contract::v1::{CudaMemory, ErrorCode, Hello, RegionKind};
 use allreduce_contract::window::{ABI_VERSION, Control};
 use allreduce_contract::{Algorithm, Backend as BackendKind, Lane, Rank};
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
@@ -31,7 +32,7 @@ use tokio::sync::{mpsc, oneshot};
 /// A timer that fires later than this says that the process did not run.
 const LATE: Duration = Duration::from_millis(50);
 
-/// How often a backend that is at work is looked at.
+/// How often memory that is being made or freed is looked at.
 const POLL: Duration = Duration::from_millis(1);
 
 /// What a rank is told on its Attach stream.
@@ -141,6 +142,14 @@ enum Command {
         session: u64,
         error: Option<String>,
     },
+    /// The windows of an epoch's lane are made, or cannot be.
+    LaneMade(LaneMade),
+    /// How a rank that launches itself is to reduce.
+    Plan {
+        session: u64,
+        signature: Signature,
+        reply: oneshot::Sender<Result<Plan, CallError>>,
+    },
     /// The CUDA thread has tested an epoch's windows.
     Tested {
         sessions: Vec<u64>,
@@ -213,6 +222,16 @@ enum Command {
     Stats(oneshot::Sender<StatsReport>),
     Clients(oneshot::Sender<Vec<SessionInfo>>),
     Drain,
+}
+
+/// The windows of an epoch's lane.
+#[derive(Debug)]
+struct LaneMade {
+    /// In rank order.
+    sessions: Vec<u64>,
+    epoch: u64,
+    lane: Lane,
+    windows: Result<cuda::LaneWindows, GpuError>,
 }
 
 /// Talks to the task. Every method waits for its answer; [`Stopped`] if the task is over.
@@ -335,6 +354,20 @@ impl Handle {
             .await
     }
 
+    /// How a rank that launches itself is to reduce.
+    pub(crate) async fn plan(
+        &self,
+        session: u64,
+        signature: Signature,
+    ) -> Result<Result<Plan, CallError>, Stopped> {
+        self.ask(|reply| Command::Plan {
+            session,
+            signature,
+            reply,
+        })
+        .await
+    }
+
     pub(crate) async fn region(
         &self,
         session: u64,
@@ -432,6 +465,14 @@ impl Backend {
         match self {
             Backend::Host(host) => host.memory.is_busy(),
             Backend::Cuda(cuda) => cuda.is_active(),
+        }
+    }
+
+    /// How often somebody has to come back and look.
+    fn poll_interval(&self) -> Option<Duration> {
+        match self {
+            Backend::Host(host) => host.memory.is_busy().then_some(POLL),
+            Backend::Cuda(cuda) => cuda.poll_interval(),
         }
     }
 
@@ -551,8 +592,11 @@ impl Task {
             }
             let idle_deadline =
                 idle.then(|| self.idle_since + ms(self.spec.communicator.idle_timeout_ms));
-            self.next_poll =
-                is_active.then(|| self.next_poll.unwrap_or_else(|| Instant::now() + POLL));
+            let interval = self.backend.poll_interval();
+            self.next_poll = interval.map(|interval| {
+                let soon = Instant::now() + interval;
+                self.next_poll.map_or(soon, |at| at.min(soon))
+            });
             let deadline = [
                 self.communicator.next_deadline(),
                 idle_deadline,
@@ -633,6 +677,14 @@ impl Task {
             }
             Command::Mapped { session, error } => self.communicator.mapped(session, error),
             Command::Shared { session, error } => self.communicator.shared(session, error),
+            Command::LaneMade(made) => self.lane_made(made),
+            Command::Plan {
+                session,
+                signature,
+                reply,
+            } => {
+                let _ = reply.send(self.communicator.plan_in_lane(session, signature));
+            }
             Command::Tested {
                 sessions,
                 epoch,
@@ -967,7 +1019,8 @@ impl Task {
         if epoch != self.communicator.epoch() {
             return;
         }
-        let verdict = verdict.and_then(|limits| {
+        let verdict = verdict.and_then(|mut limits| {
+            limits.shared_by_mps = cuda.is_shared_by_mps(&sessions, &self.has_mps);
             self.warnings = cuda.warnings(&sessions, &self.has_mps);
             cuda.begin_epoch(epoch, sessions)
                 .map(|()| limits)
@@ -1130,13 +1183,18 @@ impl Task {
                 match kind {
                     Kind::Control => (window.control_fd(), window.control_len_bytes()),
                     Kind::Arena => (window.arena_fd(), window.arena_len_bytes()),
-                    Kind::Hand => return Err(Refusal::Malformed),
+                    Kind::Kernels | Kind::Hand => return Err(Refusal::Malformed),
                 }
             }
             Backend::Cuda(cuda) => {
                 let window = cuda.window(session).ok_or(Refusal::UnknownSession)?;
                 match kind {
                     Kind::Control => (window.control_fd(), window.control_len_bytes()),
+                    Kind::Kernels => {
+                        let lane = cuda.lane_window(session);
+                        let (fd, len_bytes) = lane.ok_or(Refusal::UnknownSession)?.kernels();
+                        (fd.as_fd(), len_bytes)
+                    }
                     // The arena is GPU memory, which no descriptor names.
                     Kind::Arena | Kind::Hand => return Err(Refusal::Malformed),
                 }
@@ -1239,7 +1297,7 @@ impl Task {
                 sessions,
                 epoch,
                 lane,
-            } => self.share(&sessions, epoch, lane),
+            } => self.share(sessions, epoch, lane),
             Effect::Done { session, sequence } => match &mut self.backend {
                 Backend::Host(host) => {
                     if let Some(window) = host.windows.get(&session) {
@@ -1319,17 +1377,84 @@ impl Task {
         }
     }
 
-    /// Tells ranks what each of them shares with the others.
-    fn share(&self, sessions: &[u64], epoch: u64, lane: Lane) {
-        let peers: Vec<Vec<SharedRegion>> = sessions
+    /// Has made what ranks share with each other; they are told with [`Command::LaneMade`].
+    fn share(&self, sessions: Vec<u64>, epoch: u64, lane: Lane) {
+        match &self.backend {
+            // The plan gives no such lane.
+            Backend::Host(_) => {}
+            Backend::Cuda(cuda) => {
+                let windows: Vec<Arc<cuda::Window>> = sessions
+                    .iter()
+                    .filter_map(|session| cuda.window(*session).cloned())
+                    .collect();
+                let (world_size, regions) = (self.spec.world_size(), cuda.regions());
+                let own = self.own.clone();
+                cuda.submit(
+                    "making the lane's windows",
+                    move |devices| devices.create_lane(&windows, world_size, &regions),
+                    move |made| {
+                        let made = LaneMade {
+                            sessions,
+                            epoch,
+                            lane,
+                            windows: made.map(Arc::new),
+                        };
+                        tell_task(&own, Command::LaneMade(made));
+                    },
+                );
+            }
+        }
+    }
+
+    /// Tells ranks where the windows of their lane are.
+    fn lane_made(&mut self, made: LaneMade) {
+        let LaneMade {
+            sessions,
+            epoch,
+            lane,
+            windows,
+        } = made;
+        let Backend::Cuda(cuda) = &mut self.backend else {
+            return;
+        };
+        if epoch != self.communicator.epoch() {
+            // Freed where it was made, with whatever comes next there.
+            if let Ok(windows) = windows {
+                cuda.discard_lane(windows);
+            }
+            return;
+        }
+        let windows = match windows {
+            Ok(windows) => windows,
+            Err(error) => {
+                if let Some(session) = sessions.first() {
+                    self.communicator.shared(*session, Some(error.to_string()));
+                }
+                return;
+            }
+        };
+        cuda.keep_lane(&windows);
+        let peers: Vec<Vec<SharedRegion>> = windows
             .iter()
-            .map(|_| match &self.backend {
-                Backend::Host(_) | Backend::Cuda(_) => Vec::new(),
+            .map(|window| {
+                let (_, kernels_len_bytes) = window.kernels();
+                vec![
+                    SharedRegion {
+                        kind: RegionKind::Window,
+                        len_bytes: window.len_bytes(),
+                        cuda: Some(window.exported()),
+                    },
+                    SharedRegion {
+                        kind: RegionKind::Kernels,
+                        len_bytes: kernels_len_bytes,
+                        cuda: None,
+                    },
+                ]
             })
             .collect();
         for session in sessions {
             let peers = peers.clone();
-            self.tell(*session, Tell::Peers { epoch, lane, peers });
+            self.tell(session, Tell::Peers { epoch, lane, peers });
         }
     }
 

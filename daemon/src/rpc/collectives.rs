@@ -1,18 +1,20 @@
 //! allreduced.v1.Collectives: the `rpc` lane.
 
-use crate::communicator::{AskedRange, BadStream, Call, Ticket};
+use crate::communicator::{AskedRange, BadStream, Call, Signature, Ticket};
 use crate::executor::{ExecutorSpec, Handle};
+use crate::plan::Shape;
 use crate::rpc::ToStatus;
 use allreduce_contract::v1::collectives_server::Collectives;
 use allreduce_contract::v1::{
-    AllReduceRequest, AllReduceResponse, BufferRange, ErrorCode, Event, PingRequest, PingResponse,
+    AllReduceRequest, AllReduceResponse, BadEnum, BufferRange, ErrorCode, Event, PingRequest,
+    PingResponse, PlanRequest, PlanResponse,
 };
 use allreduce_contract::window::MAX_STREAMS;
 use allreduce_contract::{Algorithm, Dtype, Op};
 use std::time::Duration;
 use tonic::{Request, Response, Status};
 
-/// Answers AllReduce and Ping.
+/// Answers AllReduce, Plan and Ping.
 #[derive(Debug)]
 pub(crate) struct CollectivesService {
     handle: Handle,
@@ -56,6 +58,18 @@ fn ticket(event: &Event) -> Result<Option<Ticket>, BadStream> {
             reason: "is not in 0..=64",
         }),
     }
+}
+
+fn signature(num_elems: u64, dtype: i32, op: i32, algorithm: i32) -> Result<Signature, BadEnum> {
+    Ok(Signature {
+        num_elems,
+        dtype: Dtype::from_wire(dtype)?,
+        op: Op::from_wire(op)?,
+        algorithm: match algorithm {
+            0 => None,
+            asked => Some(Algorithm::from_wire(asked)?),
+        },
+    })
 }
 
 fn nanos(duration: Duration) -> u64 {
@@ -114,6 +128,37 @@ impl Collectives for CollectivesService {
             skew_ns: nanos(reduced.skew),
             last_rank: reduced.last_rank.get(),
             waited_ns: nanos(reduced.waited),
+        }))
+    }
+
+    async fn plan(&self, request: Request<PlanRequest>) -> Result<Response<PlanResponse>, Status> {
+        let PlanRequest {
+            session,
+            num_elems,
+            dtype,
+            op,
+            algorithm,
+        } = request.into_inner();
+        let signature =
+            signature(num_elems, dtype, op, algorithm).map_err(|error| error.to_status())?;
+        let plan = match self.handle.plan(session, signature).await {
+            Ok(Ok(plan)) => plan,
+            Ok(Err(error)) => return Err(error.to_status()),
+            Err(stopped) => return Err(stopped.to_status()),
+        };
+        let (blocks, data_threads, launch_elems) = match plan.shape {
+            Shape::Cuda {
+                blocks,
+                data_threads,
+                launch_elems,
+            } => (blocks, data_threads, launch_elems),
+            Shape::Host { threads } => (u32::try_from(threads).unwrap_or(u32::MAX), 1, num_elems),
+        };
+        Ok(Response::new(PlanResponse {
+            algorithm: allreduce_contract::v1::Algorithm::from(plan.algorithm) as i32,
+            blocks,
+            data_threads,
+            launch_elems,
         }))
     }
 

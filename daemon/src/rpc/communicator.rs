@@ -13,8 +13,8 @@ use allreduce_contract::v1::attach_request::Message as FromRank;
 use allreduce_contract::v1::attach_response::Message as ToRank;
 use allreduce_contract::v1::communicator_server::Communicator;
 use allreduce_contract::v1::{
-    AttachRequest, AttachResponse, Backend, Hello, Joined, Lane, Mapped, Notice, NoticeKind, Peer,
-    Peers, Ready, Region, RegionKind, Shared,
+    AttachRequest, AttachResponse, Backend, CudaWindows, Hello, Joined, Lane, Mapped, Notice,
+    NoticeKind, Peer, Peers, Ready, Region, RegionKind, Shared,
 };
 use std::pin::Pin;
 use std::sync::Arc;
@@ -195,6 +195,15 @@ impl Attachment {
                     epoch,
                     lane: Lane::from(lane) as i32,
                     peers: peers.collect(),
+                    cuda: match spec.backend() {
+                        allreduce_contract::Backend::Host => None,
+                        allreduce_contract::Backend::Cuda => Some(CudaWindows {
+                            push_slot_bytes: spec.cuda.push_slot_bytes,
+                            inband_part_bytes: spec.cuda.inband_part_bytes,
+                            staging_part_bytes: spec.cuda.staging_part_bytes,
+                            timeout_ms: spec.communicator.default_timeout_ms,
+                        }),
+                    },
                 }))
             }
             // An epoch that never formed has no members to notify: the stream itself fails, with the

@@ -8,7 +8,7 @@ use crate::plan::Refusal;
 use crate::supervisor::OpenError;
 use allreduce_contract::Rank;
 use allreduce_contract::status::status_with_detail;
-use allreduce_contract::v1::{ErrorCode, ErrorDetail};
+use allreduce_contract::v1::{BadEnum, ErrorCode, ErrorDetail};
 use std::fmt::Display;
 use tonic::{Code, Status};
 
@@ -85,6 +85,7 @@ impl ToStatus for Refusal {
             | Refusal::NotTested
             | Refusal::NoSuchLane { .. }
             | Refusal::NoCommonLane
+            | Refusal::NeedsMps { .. }
             | Refusal::NoSuchBackend { .. } => {
                 (Code::FailedPrecondition, detail(ErrorCode::Unsupported))
             }
@@ -179,6 +180,7 @@ impl ToStatus for CallError {
                     ..detail(ErrorCode::InvalidField)
                 },
             ),
+            CallError::NotInLane => (Code::FailedPrecondition, detail(ErrorCode::Unsupported)),
             CallError::NotReady { missing } => (
                 Code::FailedPrecondition,
                 ErrorDetail {
@@ -250,6 +252,12 @@ impl ToStatus for OpenError {
 impl ToStatus for Stopped {
     fn parts(&self) -> (Code, ErrorDetail) {
         (Code::Unavailable, detail(ErrorCode::Unavailable))
+    }
+}
+
+impl ToStatus for BadEnum {
+    fn parts(&self) -> (Code, ErrorDetail) {
+        (Code::InvalidArgument, detail(ErrorCode::InvalidField))
     }
 }
 

@@ -11,10 +11,12 @@
 
 mod gpu;
 mod image;
+mod lane;
 mod launch;
 mod test;
 mod window;
 
+pub(crate) use lane::{LaneWindow, LaneWindows};
 pub(crate) use test::{Verdict, test};
 pub(crate) use window::{Window, WindowSpec};
 
@@ -31,6 +33,11 @@ use allreduce_contract::{Rank, WorldSize};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
+
+/// How often a GPU that is at work is looked at.
+const POLL: Duration = Duration::from_millis(1);
+/// How often ranks that launch themselves are looked at.
+const LANE_POLL: Duration = Duration::from_millis(20);
 
 /// What the GPU may take beyond the deadline of what it was given, before it is taken for stuck.
 const GPU_GRACE: Duration = Duration::from_secs(2);
@@ -85,6 +92,16 @@ impl Devices {
             gpu.kernels(&self.config, Instance::N2)?;
         }
         Window::create(gpu, spec)
+    }
+
+    /// The windows of a lane in which the ranks launch; `windows` are all ranks', in rank order.
+    pub(crate) fn create_lane(
+        &mut self,
+        windows: &[Arc<Window>],
+        world_size: WorldSize,
+        regions: &Regions,
+    ) -> Result<Vec<LaneWindow>, GpuError> {
+        lane::create(windows, &self.config, regions, Instance::of(world_size))
     }
 
     /// Maps an allocation of a rank.
@@ -144,11 +161,13 @@ pub(crate) type Freed = Box<dyn FnOnce() + Send>;
 struct Garbage {
     imports: Vec<Arc<ImportedMemory>>,
     window: Option<Arc<Window>>,
+    lane: Option<LaneWindows>,
 }
 
 impl Garbage {
     fn free(self) {
         drop(self.imports);
+        drop(self.lane);
         drop(self.window);
     }
 }
@@ -243,6 +262,8 @@ pub(crate) struct CudaBackend {
     windows: HashMap<u64, Arc<Window>>,
     /// By session and memory.
     imports: HashMap<(u64, u64), Arc<ImportedMemory>>,
+    /// By session: the windows of its epoch's lane, all of which the rank may have mapped.
+    lane_windows: HashMap<u64, LaneWindows>,
     epoch: Option<Epoch>,
     /// The one before, of which reductions may still be on the GPU.
     ended: Option<Epoch>,
@@ -276,6 +297,7 @@ impl CudaBackend {
             busy: Busy::default(),
             windows: HashMap::new(),
             imports: HashMap::new(),
+            lane_windows: HashMap::new(),
             epoch: None,
             ended: None,
             lanes: Vec::new(),
@@ -342,6 +364,35 @@ impl CudaBackend {
         self.windows.get(&session)
     }
 
+    /// Keeps the windows of the epoch's lane, until the last of its sessions is gone.
+    pub(crate) fn keep_lane(&mut self, windows: &LaneWindows) {
+        let sessions = self.epoch.iter().flat_map(|epoch| &epoch.sessions);
+        for session in sessions {
+            self.lane_windows.insert(*session, Arc::clone(windows));
+        }
+    }
+
+    /// The session's own window of its epoch's lane.
+    pub(crate) fn lane_window(&self, session: u64) -> Option<&LaneWindow> {
+        let rank = self.windows.get(&session)?.rank;
+        self.lane_windows.get(&session)?.get(rank.as_usize())
+    }
+
+    /// How often somebody has to look: ranks that launch themselves fail without a word to this process.
+    pub(crate) fn poll_interval(&self) -> Option<Duration> {
+        let has_lane = |epoch: &Epoch| {
+            let mut sessions = epoch.sessions.iter();
+            sessions.any(|session| self.lane_windows.contains_key(session))
+        };
+        if self.is_active() {
+            Some(POLL)
+        } else if self.epoch.as_ref().is_some_and(has_lane) {
+            Some(LANE_POLL)
+        } else {
+            None
+        }
+    }
+
     pub(crate) fn keep_import(&mut self, session: u64, memory: u64, import: Arc<ImportedMemory>) {
         self.imports.insert((session, memory), import);
     }
@@ -351,7 +402,17 @@ impl CudaBackend {
         self.windows
             .values()
             .map(|window| window.gpu_bytes() + window.control_len_bytes())
+            .chain(
+                self.lane_windows
+                    .keys()
+                    .filter_map(|session| Some(self.lane_window(*session)?.len_bytes())),
+            )
             .sum()
+    }
+
+    /// Whether each GPU that several ranks are on is shared by MPS, by what the processes say.
+    pub(crate) fn is_shared_by_mps(&self, sessions: &[u64], has_mps: &HashMap<u64, bool>) -> bool {
+        self.warnings(sessions, has_mps).is_empty()
     }
 
     /// What keeps ranks and executor from sharing their GPUs at full speed. `has_mps`: by rank, whether its
@@ -425,7 +486,26 @@ impl CudaBackend {
         if !is_orderly && !is_idle {
             self.let_go(&epoch, AbortReason::Host, blamed);
         }
+        self.abort_lane(&epoch, blamed);
         self.ended = Some(epoch);
+    }
+
+    /// Kernels that the ranks have launched, or replay later, give up.
+    fn abort_lane(&self, epoch: &Epoch, blamed: Option<Rank>) {
+        let abort = Abort {
+            reason: AbortReason::Host,
+            rank: blamed.map_or(0, Rank::get),
+            epoch: epoch.number as u32,
+            // Which one it hits is not known here.
+            sequence: 0,
+        };
+        for session in &epoch.sessions {
+            if let Some(window) = self.lane_window(*session)
+                && let Err(error) = window.abort(abort)
+            {
+                tracing::warn!(%error, "cannot tell a rank's kernels that the epoch is over");
+            }
+        }
     }
 
     /// The ended or current epoch of this number.
@@ -540,6 +620,7 @@ impl CudaBackend {
                 .filter_map(|key| self.imports.remove(&key))
                 .collect(),
             window: None,
+            lane: None,
         };
         self.defer(Deferred::FreeSession(session, garbage, freed));
     }
@@ -549,6 +630,16 @@ impl CudaBackend {
         let garbage = Garbage {
             imports: import.into_iter().collect(),
             window: window.map(Arc::new),
+            lane: None,
+        };
+        self.free(garbage, None);
+    }
+
+    /// Frees a lane's windows that came too late.
+    pub(crate) fn discard_lane(&self, windows: LaneWindows) {
+        let garbage = Garbage {
+            lane: Some(windows),
+            ..Garbage::default()
         };
         self.free(garbage, None);
     }
@@ -588,6 +679,7 @@ impl CudaBackend {
             Deferred::Free(garbage, freed) => self.free(garbage, freed),
             Deferred::FreeSession(session, mut garbage, freed) => {
                 garbage.window = self.windows.remove(&session);
+                garbage.lane = self.lane_windows.remove(&session);
                 self.awaited.retain(|(owner, _), _| *owner != session);
                 self.values.retain(|(owner, _), _| *owner != session);
                 self.free(garbage, freed);

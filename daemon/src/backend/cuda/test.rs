@@ -299,7 +299,7 @@ fn limits(windows: &[&Window], config: &CudaConfig) -> Result<GpuLimits, String>
         let kernels = gpu
             .kernels(config, Instance::of(world_size))
             .map_err(|error| error.to_string())?;
-        resident_blocks = resident_blocks.min(kernels.resident_blocks);
+        resident_blocks = resident_blocks.min(kernels.resident_blocks());
         let here = windows
             .iter()
             .filter(|window| Arc::ptr_eq(&window.gpu, gpu));
@@ -312,6 +312,8 @@ fn limits(windows: &[&Window], config: &CudaConfig) -> Result<GpuLimits, String>
         push_slot_bytes: config.push_slot_bytes,
         inband_part_bytes: config.inband_part_bytes,
         staging_part_bytes: config.staging_part_bytes,
+        // The task knows.
+        shared_by_mps: false,
     })
 }
 

@@ -9,26 +9,37 @@
 use crate::backend::cuda::gpu::{Gpu, failed};
 use crate::communicator::GpuError;
 use allreduce_contract::cuda::{
-    Context, CudaError, DeviceMemory, DevicePtr, IPC_HANDLE_LEN, check,
+    Context, CudaError, DeviceMemory, DevicePtr, IPC_HANDLE_LEN, RegisteredPage, check,
 };
 use allreduce_contract::kernel::{
     CONTROL_BLOCK_BYTES, ControlBlock, KERNEL_ABI_VERSION, Regions, SIGNAL_BYTES,
 };
 use allreduce_contract::memory::SealedMemory;
 use allreduce_contract::window::{
-    Abort, CONTROL_LEN_BYTES, Control, FLAGS_LEN_BYTES, STATUS_OFFSET_BYTES, done_flag,
-    flag_reached, ready_flag,
+    Abort, Control, FLAGS_LEN_BYTES, done_flag, flag_reached, ready_flag,
 };
 use allreduce_contract::{Rank, WorldSize};
 use cudarc::driver::sys;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Arenas are whole allocations of this granularity: the driver hands out smaller ones as parts of a larger,
+/// What is exported are whole allocations of this granularity: the driver hands out smaller ones as parts of a larger,
 /// and an IPC handle always names the whole.
-const ARENA_GRANULE_BYTES: u64 = 2 << 20;
+pub(crate) const GRANULE_BYTES: u64 = 2 << 20;
+
+pub(crate) fn allocate(gpu: &Gpu, len_bytes: u64) -> Result<DeviceMemory, GpuError> {
+    DeviceMemory::allocate(&gpu.context, len_bytes).map_err(|error| {
+        if error.is_out_of_memory() {
+            GpuError::NoMemory {
+                needed: len_bytes,
+                available: free_bytes(&gpu.context),
+            }
+        } else {
+            failed("window")(error)
+        }
+    })
+}
 
 /// What a window is made by.
 #[derive(Debug, Clone, Copy)]
@@ -56,7 +67,7 @@ pub(crate) struct Window {
     memory: DeviceMemory,
     arena: DeviceMemory,
     // Before the control page: it is registered memory of that.
-    page: HostPage,
+    page: RegisteredPage,
     pub(crate) control: Control,
     control_memory: SealedMemory,
 }
@@ -67,30 +78,20 @@ impl Window {
         let arena_len_bytes = spec
             .arena_len_bytes
             .checked_add(FLAGS_LEN_BYTES)
-            .and_then(|len| len.checked_next_multiple_of(ARENA_GRANULE_BYTES))
+            .and_then(|len| len.checked_next_multiple_of(GRANULE_BYTES))
             .ok_or(GpuError::NoMemory {
                 needed: spec.arena_len_bytes,
                 available: free_bytes(&gpu.context),
             })?;
-        let allocate = |len_bytes: u64| {
-            DeviceMemory::allocate(&gpu.context, len_bytes).map_err(|error| {
-                if error.is_out_of_memory() {
-                    GpuError::NoMemory {
-                        needed: len_bytes,
-                        available: free_bytes(&gpu.context),
-                    }
-                } else {
-                    failed("window")(error)
-                }
-            })
-        };
-        let memory = allocate(spec.regions.len_bytes())?;
-        let arena = allocate(arena_len_bytes)?;
-        let control_block = allocate(CONTROL_BLOCK_BYTES)?;
+        let memory = allocate(&gpu, spec.regions.len_bytes())?;
+        let arena = allocate(&gpu, arena_len_bytes)?;
+        let control_block = allocate(&gpu, CONTROL_BLOCK_BYTES)?;
         let arena_handle = arena.export().map_err(failed("arena"))?;
         let (control, control_memory) = Control::create(spec.rank, spec.world_size)
             .map_err(|error| GpuError::Memory(Arc::new(error)))?;
-        let page = HostPage::register(&gpu.context, &control).map_err(failed("control page"))?;
+        // SAFETY: the window drops it before the page, and is freed when no kernel uses it any more.
+        let page = unsafe { RegisteredPage::register(&gpu.context, &control) }
+            .map_err(failed("control page"))?;
         let window = Self {
             rank: spec.rank,
             nonce: spec.nonce,
@@ -210,7 +211,7 @@ impl Window {
             // The kernels keep 32 bits, abort words 24: enough to tell neighbours apart.
             epoch: epoch as u32,
             timeout_ns,
-            status: self.page.device_start + STATUS_OFFSET_BYTES as u64,
+            status: self.page.status(),
             push_offset: regions.push_offset(),
             push_slot_bytes: regions.push_slot_bytes,
             inband_offset: regions.inband_offset(),
@@ -265,49 +266,4 @@ pub(crate) fn free_bytes(context: &Context) -> u64 {
         sys::cuMemGetInfo_v2(&raw mut free, &raw mut total)
     });
     told.map_or(0, |()| free as u64)
-}
-
-/// A control page that kernels can store to.
-#[derive(Debug)]
-struct HostPage {
-    context: Arc<Context>,
-    start: ptr::NonNull<u8>,
-    device_start: DevicePtr,
-}
-
-// SAFETY: the address is only passed to the driver.
-unsafe impl Send for HostPage {}
-// SAFETY: as above.
-unsafe impl Sync for HostPage {}
-
-impl HostPage {
-    fn register(context: &Arc<Context>, control: &Control) -> Result<Self, CudaError> {
-        let _entered = context.enter()?;
-        let start = control.page_start();
-        let flags = sys::CU_MEMHOSTREGISTER_DEVICEMAP | sys::CU_MEMHOSTREGISTER_PORTABLE;
-        // SAFETY: the page is mapped as long as the control page's owner, which drops this guard first.
-        check("cuMemHostRegister", unsafe {
-            sys::cuMemHostRegister_v2(start.as_ptr().cast(), CONTROL_LEN_BYTES.get(), flags)
-        })?;
-        let mut page = Self {
-            context: Arc::clone(context),
-            start,
-            device_start: 0,
-        };
-        // SAFETY: the page is registered; device_start is a place for an address.
-        check("cuMemHostGetDevicePointer", unsafe {
-            sys::cuMemHostGetDevicePointer_v2(&raw mut page.device_start, start.as_ptr().cast(), 0)
-        })?;
-        Ok(page)
-    }
-}
-
-impl Drop for HostPage {
-    fn drop(&mut self) {
-        let Ok(_entered) = self.context.enter() else {
-            return;
-        };
-        // SAFETY: registered by this value, unregistered once.
-        let _ = unsafe { sys::cuMemHostUnregister(self.start.as_ptr().cast()) };
-    }
 }

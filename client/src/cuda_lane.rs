@@ -1,0 +1,681 @@
+//! Lane `delegated` on backend cuda: the rank itself launches the kernels, in its own streams.
+//!
+//! Owns the rank's mapping of every rank's window, its control block, the loaded kernels, and the plan's answers.
+//! [`Communicator::all_reduce_on`](crate::Communicator::all_reduce_on) launches through it; membership opens and
+//! closes it. The windows are the executor's, and so are epochs: at the end of one it writes the abort words, and
+//! kernels give up. Refuses to choose kernels or shapes: the executor's plan does, asked once for each kind of call.
+//!
+//! Captured graphs name the control block and the kernels, so those outlive communicators: a process has one control
+//! block for each (communicator, rank, GPU), which joining again rewrites, and never unloads kernels. Between epochs the
+//! control block says that all calls have failed: they touch no window, and leave NaN.
+#![allow(unsafe_code)] // room: CUDA
+
+use crate::attach::Window;
+use crate::communicator::AllReduceOptions;
+use crate::cuda::{StreamHandle, locked};
+use crate::error::AllReduceError;
+use allreduce_contract::cuda::{
+    Context, CudaError, DeviceMemory, Event, IPC_HANDLE_LEN, ImportedMemory, RegisteredPage,
+    Relaxed, Stream, is_capturing,
+};
+use allreduce_contract::kernel::{
+    CONTROL_BLOCK_BYTES, Call, CallParts, ControlBlock, Instance, KERNEL_ABI_VERSION, Regions,
+    op_code,
+};
+use allreduce_contract::module::{Kernels, LaunchError, Shape};
+use allreduce_contract::v1::{CudaWindows, Peers, PlanResponse, RegionKind};
+use allreduce_contract::window::{Abort, AbortReason, Control};
+use allreduce_contract::{Algorithm, Dtype, Op, WorldSize};
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::mem::offset_of;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+/// How long a kernel of the test waits for its peers, which may still be loading theirs.
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
+/// Elements of the test's tensors: several blocks, and a tail that is no whole pack.
+const TEST_ELEMS: usize = 1003;
+/// Launch shape of the test.
+const TEST_SHAPE: Shape = Shape {
+    blocks: 2,
+    data_threads: 64,
+    programmatic: true,
+};
+/// Kinds of calls whose plan is remembered.
+const MAX_PLANS: usize = 4096;
+
+/// What a rank's captured graphs refer to: its control block, in the place of which no other comes.
+#[derive(Debug)]
+struct Anchor {
+    memory: DeviceMemory,
+    /// The session whose epoch it is in, 0 for none.
+    owner: Mutex<u64>,
+}
+
+/// What a process has once, by key.
+type Registry<K, V> = Mutex<BTreeMap<K, V>>;
+
+/// By communicator, rank and GPU.
+static ANCHORS: Registry<(String, u32, String), Arc<Anchor>> = Mutex::new(BTreeMap::new());
+/// By GPU, instance and image. Never unloaded: a graph may have captured them.
+static KERNELS: Registry<(String, Instance, u64), Arc<Kernels>> = Mutex::new(BTreeMap::new());
+/// By GPU, handle and generation: a process cannot open a window twice, and may be several ranks.
+static IMPORTS: Registry<(String, [u8; IPC_HANDLE_LEN], u64), Weak<ImportedMemory>> =
+    Mutex::new(BTreeMap::new());
+
+/// Which rank of a communicator launches on a GPU from this process, by communicator and GPU, and how many epochs it
+/// has open: the one before may not be dropped yet.
+static SEATS: Registry<(String, String), (u32, u32)> = Mutex::new(BTreeMap::new());
+
+/// The only rank of a communicator that launches on a GPU from this process: kernels of two could wait for each other
+/// in one hardware queue, behind each other.
+#[derive(Debug)]
+struct Seat((String, String));
+
+impl Seat {
+    fn take(context: &Context, communicator: &str, rank: u32) -> Result<Self, String> {
+        let key = (communicator.to_owned(), context.device().uuid().to_owned());
+        let mut seats = locked(&SEATS);
+        let (seated, epochs) = seats.entry(key.clone()).or_insert((rank, 0));
+        if *seated != rank {
+            return Err(format!(
+                "rank {seated} of this process launches on {} already: give each rank a process, or a GPU",
+                context.device()
+            ));
+        }
+        *epochs += 1;
+        Ok(Self(key))
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        let mut seats = locked(&SEATS);
+        if let Some((_, epochs)) = seats.get_mut(&self.0) {
+            *epochs -= 1;
+            if *epochs == 0 {
+                seats.remove(&self.0);
+            }
+        }
+    }
+}
+
+fn anchor(context: &Arc<Context>, communicator: &str, rank: u32) -> Result<Arc<Anchor>, CudaError> {
+    let key = (
+        communicator.to_owned(),
+        rank,
+        context.device().uuid().to_owned(),
+    );
+    let mut anchors = locked(&ANCHORS);
+    if let Some(anchor) = anchors.get(&key) {
+        return Ok(Arc::clone(anchor));
+    }
+    let anchor = Arc::new(Anchor {
+        memory: DeviceMemory::allocate(context, CONTROL_BLOCK_BYTES)?,
+        owner: Mutex::new(0),
+    });
+    anchors.insert(key, Arc::clone(&anchor));
+    Ok(anchor)
+}
+
+fn kernels(
+    context: &Arc<Context>,
+    instance: Instance,
+    image: &[u8],
+) -> Result<Arc<Kernels>, CudaError> {
+    let mut hasher = DefaultHasher::new();
+    image.hash(&mut hasher);
+    let key = (
+        context.device().uuid().to_owned(),
+        instance,
+        hasher.finish(),
+    );
+    let mut loaded = locked(&KERNELS);
+    if let Some(kernels) = loaded.get(&key) {
+        return Ok(Arc::clone(kernels));
+    }
+    let kernels = Arc::new(Kernels::load(context, image, instance)?);
+    loaded.insert(key, Arc::clone(&kernels));
+    Ok(kernels)
+}
+
+fn import(
+    context: &Arc<Context>,
+    handle: [u8; IPC_HANDLE_LEN],
+    generation: u64,
+) -> Result<Arc<ImportedMemory>, CudaError> {
+    let key = (context.device().uuid().to_owned(), handle, generation);
+    let mut imports = locked(&IMPORTS);
+    imports.retain(|_, memory| memory.strong_count() > 0);
+    if let Some(memory) = imports.get(&key).and_then(Weak::upgrade) {
+        return Ok(memory);
+    }
+    let memory = Arc::new(ImportedMemory::open(context, handle)?);
+    imports.insert(key, Arc::downgrade(&memory));
+    Ok(memory)
+}
+
+/// Who opens a lane.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Opener<'a> {
+    /// Names the communicator in this process: the daemon's socket and its name there.
+    pub(crate) communicator: &'a str,
+    pub(crate) rank: u32,
+    pub(crate) session: u64,
+}
+
+/// What is mapped while the epoch lasts.
+#[derive(Debug)]
+struct Opened {
+    windows: Vec<Arc<ImportedMemory>>,
+    _seat: Seat,
+    /// Unregistered before the lane's owner unmaps the control page.
+    _page: RegisteredPage,
+}
+
+/// Which stream the last call was made on.
+#[derive(Debug, Default)]
+enum LastUse {
+    #[default]
+    None,
+    /// On a stream that was not captured, or was.
+    Stream {
+        stream: StreamHandle,
+        captured: bool,
+    },
+    /// On one that was closed since; the event is behind it.
+    Closed,
+}
+
+type PlanKey = (u64, Dtype, Op, Option<Algorithm>);
+
+/// How to make a kind of call.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LanePlan {
+    pub(crate) algorithm: Algorithm,
+    blocks: u32,
+    data_threads: u32,
+    launch_elems: u64,
+}
+
+impl LanePlan {
+    /// From the executor's answer.
+    pub(crate) fn of(response: &PlanResponse) -> Result<Self, AllReduceError> {
+        Ok(Self {
+            algorithm: Algorithm::from_wire(response.algorithm)
+                .map_err(|error| AllReduceError::ExecutorLost(error.to_string()))?,
+            blocks: response.blocks,
+            data_threads: response.data_threads,
+            launch_elems: response.launch_elems,
+        })
+    }
+}
+
+/// A rank's side of the lane, for one epoch.
+#[derive(Debug)]
+pub(crate) struct Lane {
+    context: Arc<Context>,
+    kernels: Arc<Kernels>,
+    anchor: Arc<Anchor>,
+    session: u64,
+    rank: u32,
+    /// None once closed.
+    opened: Mutex<Option<Opened>>,
+    plans: Mutex<HashMap<PlanKey, LanePlan>>,
+    /// Held while a call is launched: calls of several streams are made one after the other.
+    last: Mutex<LastUse>,
+    /// Recorded on the stream of the last call when another stream makes the next.
+    event: Event,
+}
+
+/// One tensor's reduction, in pointers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tensors {
+    pub(crate) src: u64,
+    pub(crate) dst: u64,
+    pub(crate) num_elems: u64,
+    pub(crate) dtype: Dtype,
+    pub(crate) op: Op,
+}
+
+impl Lane {
+    /// Opens the lane of a window's rank, with which it is closed.
+    ///
+    /// # Errors
+    /// For the executor.
+    pub(crate) fn open_in(
+        window: &Window,
+        context: &Arc<Context>,
+        opener: Opener<'_>,
+        peers: &Peers,
+        image: &[u8],
+    ) -> Result<(), String> {
+        // SAFETY: the window drops its lane before its control page.
+        let lane = unsafe { Self::open(context, opener, &window.control, peers, image) }?;
+        // Peers comes once.
+        let _ = window.lane.set(lane);
+        Ok(())
+    }
+
+    /// Maps every rank's window, begins the epoch in the control block, and reduces with the other ranks, to see that
+    /// it works. Blocks until they do too; to be called on a thread of the client's own.
+    ///
+    /// # Errors
+    /// For the executor.
+    ///
+    /// # Safety
+    /// `control` is the session's control page, which stays mapped until the lane is closed or dropped.
+    unsafe fn open(
+        context: &Arc<Context>,
+        opener: Opener<'_>,
+        control: &Control,
+        peers: &Peers,
+        image: &[u8],
+    ) -> Result<Self, String> {
+        let text = |error: CudaError| error.to_string();
+        let _relaxed = Relaxed::begin().map_err(text)?;
+        let layout = peers.cuda.ok_or("Peers names no layout of the windows")?;
+        let world_size = u32::try_from(peers.peers.len())
+            .ok()
+            .and_then(|ranks| WorldSize::new(ranks).ok())
+            .ok_or("Peers names no rank, or too many")?;
+        let regions = Regions {
+            world_size: world_size.get(),
+            push_slot_bytes: layout.push_slot_bytes,
+            inband_part_bytes: layout.inband_part_bytes,
+            staging_part_bytes: layout.staging_part_bytes,
+        };
+        let seat = Seat::take(context, opener.communicator, opener.rank)?;
+        let kernels = kernels(context, Instance::of(world_size), image)
+            .map_err(|error| format!("the executor's kernels: {error}"))?;
+        let mut windows = Vec::new();
+        for (rank, peer) in peers.peers.iter().enumerate() {
+            let region = peer
+                .regions
+                .iter()
+                .find(|region| region.kind() == RegionKind::Window);
+            let shared = region
+                .and_then(|region| region.cuda.as_ref())
+                .ok_or_else(|| format!("Peers names no window of rank {rank}"))?;
+            let handle = <[u8; IPC_HANDLE_LEN]>::try_from(shared.ipc_handle.as_slice())
+                .map_err(|_| format!("the handle of the window of rank {rank} is malformed"))?;
+            let memory = import(context, handle, shared.generation).map_err(|error| {
+                format!(
+                    "the window of rank {rank} on {}, from {}: {error}",
+                    shared.device_uuid,
+                    context.device()
+                )
+            })?;
+            if memory.len_bytes() < regions.len_bytes() {
+                return Err(format!(
+                    "the window of rank {rank} has {} bytes, {} are needed",
+                    memory.len_bytes(),
+                    regions.len_bytes()
+                ));
+            }
+            windows.push(memory);
+        }
+        // SAFETY: the lane unregisters the page when it is closed or dropped (the caller's).
+        let page = unsafe { RegisteredPage::register(context, control) }
+            .map_err(|error| format!("the control page: {error}"))?;
+        let lane = Self {
+            anchor: anchor(context, opener.communicator, opener.rank).map_err(text)?,
+            context: Arc::clone(context),
+            kernels,
+            session: opener.session,
+            rank: opener.rank,
+            opened: Mutex::default(),
+            plans: Mutex::default(),
+            last: Mutex::default(),
+            event: Event::create(context).map_err(text)?,
+        };
+        let stream = Stream::create(context).map_err(text)?;
+        lane.begin_epoch(&stream, &regions, peers, &windows, &page)
+            .map_err(text)?;
+        *locked(&lane.opened) = Some(Opened {
+            windows,
+            _seat: seat,
+            _page: page,
+        });
+        lane.test(&stream, world_size, control)?;
+        lane.set_timeout(&stream, &layout).map_err(text)?;
+        Ok(lane)
+    }
+
+    /// Rewrites the control block: no call is in flight (joining again is documented to need that).
+    fn begin_epoch(
+        &self,
+        stream: &Stream,
+        regions: &Regions,
+        peers: &Peers,
+        windows: &[Arc<ImportedMemory>],
+        page: &RegisteredPage,
+    ) -> Result<(), CudaError> {
+        let mut block = ControlBlock {
+            abi_version: KERNEL_ABI_VERSION,
+            world_size: regions.world_size,
+            rank: self.rank,
+            // The kernels keep 32 bits, abort words 24: enough to tell neighbours apart.
+            epoch: peers.epoch as u32,
+            timeout_ns: nanos(TEST_TIMEOUT),
+            status: page.status(),
+            push_offset: regions.push_offset(),
+            push_slot_bytes: regions.push_slot_bytes,
+            inband_offset: regions.inband_offset(),
+            inband_part_bytes: regions.inband_part_bytes,
+            staging_offset: regions.staging_offset(),
+            staging_part_bytes: regions.staging_part_bytes,
+            ..ControlBlock::default()
+        };
+        for (place, window) in block.window.iter_mut().zip(windows) {
+            *place = window.start();
+        }
+        let mut owner = locked(&self.anchor.owner);
+        let start = self.anchor.memory.start();
+        // SAFETY: the ranges are inside the control block; ControlBlock is plain integers without padding (asserted
+        // where it is declared); no kernel uses it now.
+        unsafe {
+            let bytes = std::slice::from_raw_parts(
+                (&raw const block).cast::<u8>(),
+                size_of::<ControlBlock>(),
+            );
+            stream.fill(start, 0, CONTROL_BLOCK_BYTES)?;
+            stream.upload(start, bytes)?;
+        }
+        stream.synchronize()?;
+        *owner = self.session;
+        Ok(())
+    }
+
+    fn set_timeout(&self, stream: &Stream, layout: &CudaWindows) -> Result<(), CudaError> {
+        let timeout = Duration::from_millis(u64::from(layout.timeout_ms));
+        let at = self.anchor.memory.start() + offset_of!(ControlBlock, timeout_ns) as u64;
+        // SAFETY: the word is inside the control block; a kernel that reads it meanwhile finds the old or the new.
+        unsafe { stream.upload(at, &nanos(timeout).to_le_bytes()) }?;
+        stream.synchronize()
+    }
+
+    /// Reduces with all ranks by the real kernels, from this process, and compares.
+    fn test(
+        &self,
+        stream: &Stream,
+        world_size: WorldSize,
+        control: &Control,
+    ) -> Result<(), String> {
+        let text = |error: CudaError| error.to_string();
+        // Small integers: exact in any order.
+        let value = |rank: u32, index: usize| (rank * 37 + 1) as f32 + (index % 101) as f32;
+        let ranks = || world_size.ranks().map(|rank| rank.get());
+        let own: Vec<u8> = (0..TEST_ELEMS)
+            .flat_map(|index| value(self.rank, index).to_le_bytes())
+            .collect();
+        let expected: Vec<u8> = (0..TEST_ELEMS)
+            .flat_map(|index| {
+                let sum: f32 = ranks().map(|rank| value(rank, index)).sum();
+                sum.to_le_bytes()
+            })
+            .collect();
+        let len_bytes = own.len() as u64;
+        let memory = DeviceMemory::allocate(&self.context, 2 * len_bytes.next_multiple_of(256))
+            .map_err(text)?;
+        let (src, dst) = (
+            memory.start(),
+            memory.start() + len_bytes.next_multiple_of(256),
+        );
+        let mut found = vec![0; own.len()];
+        for algorithm in [
+            Algorithm::OneShotPush,
+            Algorithm::OneShotPullInband,
+            Algorithm::TwoShotPush,
+            Algorithm::TwoShotPullInband,
+        ] {
+            let plan = LanePlan {
+                algorithm,
+                blocks: TEST_SHAPE.blocks,
+                data_threads: TEST_SHAPE.data_threads,
+                launch_elems: TEST_ELEMS as u64,
+            };
+            let tensors = Tensors {
+                src,
+                dst,
+                num_elems: TEST_ELEMS as u64,
+                dtype: Dtype::F32,
+                op: Op::Sum,
+            };
+            let stream_handle = StreamHandle::from_raw(stream.raw().cast());
+            // SAFETY: src and dst are of the memory above, used on this stream alone, which is of the lane's context.
+            unsafe {
+                stream.upload(src, &own).map_err(text)?;
+                stream.fill(dst, 0xff, len_bytes).map_err(text)?;
+                self.launch(stream_handle, tensors, &plan)
+                    .map_err(|error| error.to_string())?;
+                stream.download(dst, &mut found).map_err(text)?;
+            }
+            stream.synchronize().map_err(text)?;
+            if let Some(abort) = control.status() {
+                return Err(format!("the test with {algorithm}: {abort}"));
+            }
+            if found != expected {
+                let wrong = found.chunks(4).zip(expected.chunks(4));
+                let wrong = wrong.filter(|(found, expected)| found != expected).count();
+                return Err(format!(
+                    "the test with {algorithm}: {wrong} of {TEST_ELEMS} sums are wrong"
+                ));
+            }
+        }
+        *locked(&self.last) = LastUse::None;
+        Ok(())
+    }
+
+    /// The plan's answer for a kind of call, if it was asked before.
+    pub(crate) fn planned(
+        &self,
+        tensors: &Tensors,
+        options: &AllReduceOptions,
+    ) -> Option<LanePlan> {
+        locked(&self.plans).get(&key(tensors, options)).copied()
+    }
+
+    /// Remembers the plan's answer.
+    pub(crate) fn remember(&self, tensors: &Tensors, options: &AllReduceOptions, plan: LanePlan) {
+        let mut plans = locked(&self.plans);
+        if plans.len() >= MAX_PLANS {
+            plans.clear();
+        }
+        plans.insert(key(tensors, options), plan);
+    }
+
+    /// Launches a reduction on a stream: as many kernels as the plan says.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of the lane's context, or null; `src` and `dst` each have `num_elems` elements, are
+    /// equal or apart, and are touched by nothing but work ordered with the launch until it is done.
+    ///
+    /// # Errors
+    /// [`AllReduceError`].
+    pub(crate) unsafe fn launch(
+        &self,
+        stream: StreamHandle,
+        tensors: Tensors,
+        plan: &LanePlan,
+    ) -> Result<(), AllReduceError> {
+        let Tensors {
+            src,
+            dst,
+            num_elems,
+            dtype,
+            op,
+        } = tensors;
+        let Some(op_code) = op_code(op) else {
+            return Err(AllReduceError::NoKernel { dtype, op });
+        };
+        let elem_bytes = dtype.size_bytes() as u64;
+        let shape = Shape {
+            blocks: plan.blocks,
+            data_threads: plan.data_threads,
+            programmatic: true,
+        };
+        let mut last = locked(&self.last);
+        let entered = self.context.enter().map_err(AllReduceError::Cuda)?;
+        // SAFETY: the caller's; earlier streams live until they are closed (all_reduce_on says so).
+        let captured = unsafe { self.order(&mut last, stream) }.map_err(AllReduceError::Cuda)?;
+        let mut first = 0;
+        loop {
+            let count = plan.launch_elems.max(1).min(num_elems - first);
+            let call = Call::new(CallParts {
+                control: self.anchor.memory.start(),
+                src: src + first * elem_bytes,
+                dst: dst + first * elem_bytes,
+                num_elems: count,
+                elem_bytes: elem_bytes as u32,
+                op: op_code,
+                flags: 0,
+                blocks: plan.blocks,
+                data_threads: plan.data_threads,
+            });
+            // SAFETY: the caller's for stream and tensors; the control block lives for ever, and the windows while it
+            // names them (close).
+            let launched = unsafe {
+                self.kernels.launch(
+                    &entered,
+                    stream.raw(),
+                    (plan.algorithm, dtype),
+                    &[call],
+                    shape,
+                )
+            };
+            launched.map_err(|error| match error {
+                LaunchError::Cuda(error) => AllReduceError::Cuda(error),
+                LaunchError::NoKernel { .. } => AllReduceError::NotLaunched(error.to_string()),
+            })?;
+            *last = LastUse::Stream { stream, captured };
+            first += count;
+            if first >= num_elems {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Orders a call on `stream` behind the one before, where that was made on another stream; whether `stream` is
+    /// being captured. Calls in a graph are not ordered with calls outside of it: its launch is the worker's.
+    ///
+    /// # Safety
+    /// Both streams are live, of the lane's context, or null.
+    unsafe fn order(&self, last: &mut LastUse, stream: StreamHandle) -> Result<bool, CudaError> {
+        let entered = self.context.enter()?;
+        // SAFETY: the caller's.
+        let is_capturing = |stream: StreamHandle| unsafe { is_capturing(&entered, stream.raw()) };
+        let captured = is_capturing(stream)?;
+        match *last {
+            LastUse::Stream {
+                stream: before,
+                captured: was_captured,
+            } if before != stream && was_captured == captured => {
+                // A capture that has ended since is over and done with.
+                if !captured || is_capturing(before)? {
+                    // SAFETY: the caller's; the event is of the lane's context.
+                    unsafe {
+                        self.event.record_on(before.raw())?;
+                        self.event.await_on(stream.raw())?;
+                    }
+                }
+            }
+            LastUse::Closed if !captured => {
+                // SAFETY: the caller's.
+                unsafe { self.event.await_on(stream.raw()) }?;
+            }
+            LastUse::None | LastUse::Closed | LastUse::Stream { .. } => {}
+        }
+        Ok(captured)
+    }
+
+    /// Forgets a stream, which is about to be destroyed.
+    ///
+    /// # Safety
+    /// It is live, or was never used here.
+    pub(crate) unsafe fn close_stream(&self, stream: StreamHandle) -> Result<(), CudaError> {
+        let mut last = locked(&self.last);
+        match *last {
+            LastUse::Stream {
+                stream: before,
+                captured,
+            } if before == stream => {
+                if captured {
+                    *last = LastUse::None;
+                } else {
+                    let _entered = self.context.enter()?;
+                    // SAFETY: the caller's.
+                    unsafe { self.event.record_on(stream.raw()) }?;
+                    *last = LastUse::Closed;
+                }
+            }
+            LastUse::None | LastUse::Closed | LastUse::Stream { .. } => {}
+        }
+        Ok(())
+    }
+
+    /// Ends the epoch for this rank's kernels: those that wait give up, those to come touch no window.
+    pub(crate) fn abort(&self) -> Result<(), CudaError> {
+        let _relaxed = Relaxed::begin()?;
+        let stream = Stream::create(&self.context)?;
+        let opened = locked(&self.opened);
+        let Some(opened) = opened.as_ref() else {
+            return Ok(());
+        };
+        let abort = Abort {
+            reason: AbortReason::Host,
+            rank: self.rank,
+            epoch: 0,
+            sequence: 0,
+        };
+        if let Some(window) = opened.windows.get(self.rank as usize) {
+            // SYNC: abort, in the executor's place.
+            // SAFETY: the window is mapped; its first word is its abort word, which anybody may set at any time.
+            unsafe { stream.upload(window.start(), &abort.to_word().to_le_bytes()) }?;
+        }
+        let owner = locked(&self.anchor.owner);
+        if *owner == self.session {
+            let at = self.anchor.memory.start() + offset_of!(ControlBlock, failed) as u64;
+            // SAFETY: the word is inside the control block; kernels look at it when they begin.
+            unsafe { stream.upload(at, &1_u32.to_le_bytes()) }?;
+        }
+        stream.synchronize()
+    }
+
+    /// Unmaps the windows, behind what this process's kernels still do with them (the driver waits). What is replayed
+    /// later finds that the epoch is over.
+    pub(crate) fn close(&self) {
+        let aborted = self.abort();
+        let mut opened = locked(&self.opened);
+        if aborted.is_err() {
+            // The context is lost, and with it what could be unmapped. Kernels that ran on would find nothing.
+            std::mem::forget(opened.take());
+            return;
+        }
+        drop(opened.take());
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        // Closed already, unless the executor was lost.
+        if locked(&self.opened).is_some() {
+            self.close();
+        }
+    }
+}
+
+fn key(tensors: &Tensors, options: &AllReduceOptions) -> PlanKey {
+    let Tensors {
+        num_elems,
+        dtype,
+        op,
+        ..
+    } = *tensors;
+    (num_elems, dtype, op, options.algorithm)
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

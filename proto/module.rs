@@ -1,0 +1,264 @@
+//! The kernels on a GPU: a loaded image, and launches of it.
+//!
+//! Owns the module and its functions. The executor loads what its build or NVRTC made; a rank of the lane
+//! `delegated` loads the image that its executor hands it. Refuses a launch with more blocks than the GPU holds at
+//! once, since they wait for each other.
+#![allow(unsafe_code)] // room: CUDA bindings
+
+use crate::cuda::{Context, CudaError, Entered, check};
+use crate::kernel::{Call, Instance, Launch, SERVICE_THREADS, algorithm_name, dtype_name};
+use crate::{Algorithm, Dtype};
+use cudarc::driver::sys;
+use std::ffi::{CString, c_void};
+use std::ptr;
+use std::sync::Arc;
+
+/// A loaded module.
+#[derive(Debug)]
+struct Module {
+    context: Arc<Context>,
+    raw: sys::CUmodule,
+}
+
+impl Module {
+    fn load(context: &Arc<Context>, image: &[u8]) -> Result<Self, CudaError> {
+        let _entered = context.enter()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: the image is a fatbin or cubin made by NVIDIA's compilers, whose own header gives its
+        // length; raw is a place for a handle; Drop unloads it.
+        check("cuModuleLoadData", unsafe {
+            sys::cuModuleLoadData(&raw mut raw, image.as_ptr().cast())
+        })?;
+        Ok(Self {
+            context: Arc::clone(context),
+            raw,
+        })
+    }
+
+    fn function(&self, name: &str) -> Result<sys::CUfunction, CudaError> {
+        let _entered = self.context.enter()?;
+        let name = CString::new(name).unwrap_or_default();
+        let mut function = ptr::null_mut();
+        // SAFETY: the module is loaded, the name is terminated, function is a place for a handle.
+        check("cuModuleGetFunction", unsafe {
+            sys::cuModuleGetFunction(&raw mut function, self.raw, name.as_ptr())
+        })?;
+        Ok(function)
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        let Ok(_entered) = self.context.enter() else {
+            return;
+        };
+        // SAFETY: loaded by this value and unloaded once; Kernels, which owns it, is dropped only when nothing
+        // launched from it runs.
+        let _ = unsafe { sys::cuModuleUnload(self.raw) };
+    }
+}
+
+const ALGORITHMS: usize = Algorithm::ALL.len();
+const DTYPES: usize = Dtype::ALL.len();
+
+/// The kernels of one instance, in one context.
+#[derive(Debug)]
+pub struct Kernels {
+    instance: Instance,
+    /// By algorithm and dtype, in the order of the wire enums.
+    functions: [[Option<sys::CUfunction>; DTYPES]; ALGORITHMS],
+    resident_blocks: u32,
+    has_programmatic_launch: bool,
+    _module: Module,
+}
+
+// SAFETY: functions are handles of the module, which any thread may launch.
+unsafe impl Send for Kernels {}
+// SAFETY: as above.
+unsafe impl Sync for Kernels {}
+
+/// A launch that was not enqueued.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum LaunchError {
+    /// The plan is to prevent this; a launch that waits for itself must never happen.
+    #[error(
+        "{algorithm} {dtype}, {blocks} blocks x {data_threads} threads x {ranks} ranks: there is no such kernel, or more than the {resident_blocks} blocks that are resident at once"
+    )]
+    NoKernel {
+        /// What was asked for.
+        algorithm: Algorithm,
+        /// The element type.
+        dtype: Dtype,
+        /// Blocks of a rank.
+        blocks: u32,
+        /// Data threads of a block.
+        data_threads: u32,
+        /// Ranks of the launch.
+        ranks: u32,
+        /// Blocks of the largest size that the GPU holds.
+        resident_blocks: u32,
+    },
+    /// The driver refused it.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+}
+
+/// How a launch is to be made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Blocks of a rank.
+    pub blocks: u32,
+    /// Data threads of a block; a multiple of 32.
+    pub data_threads: u32,
+    /// Whether it may start while its predecessor on the stream drains (programmatic stream serialization), where
+    /// the GPU can do that. Twice its blocks must be resident.
+    pub programmatic: bool,
+}
+
+impl Kernels {
+    /// Loads an image, eagerly.
+    ///
+    /// # Errors
+    /// [`CudaError`]: the image is not for this GPU, or lacks a kernel.
+    pub fn load(
+        context: &Arc<Context>,
+        image: &[u8],
+        instance: Instance,
+    ) -> Result<Self, CudaError> {
+        let module = Module::load(context, image)?;
+        let multiprocessors = context.device().multiprocessors()?;
+        let has_programmatic_launch = context.device().compute_capability()? >= 90;
+        let mut functions = [[None; DTYPES]; ALGORITHMS];
+        let mut resident_blocks = u32::MAX;
+        let threads = instance.max_data_threads() + SERVICE_THREADS;
+        for (algorithm, by_dtype) in Algorithm::ALL.into_iter().zip(&mut functions) {
+            let Some(algorithm) = algorithm_name(algorithm) else {
+                continue;
+            };
+            for (dtype, function) in Dtype::ALL.into_iter().zip(by_dtype) {
+                let Some(dtype) = dtype_name(dtype) else {
+                    continue;
+                };
+                let name = format!("allreduced_{algorithm}_{dtype}_{}", instance.name());
+                let found = module.function(&name)?;
+                let per_multiprocessor = occupancy(context, found, threads)?;
+                resident_blocks =
+                    resident_blocks.min(per_multiprocessor.saturating_mul(multiprocessors));
+                *function = Some(found);
+            }
+        }
+        Ok(Self {
+            instance,
+            functions,
+            resident_blocks,
+            has_programmatic_launch,
+            _module: module,
+        })
+    }
+
+    /// Blocks of the largest size, of the kernel that needs most, that the GPU holds at once.
+    pub fn resident_blocks(&self) -> u32 {
+        self.resident_blocks
+    }
+
+    fn function(&self, algorithm: Algorithm, dtype: Dtype) -> Option<sys::CUfunction> {
+        let mut algorithms = Algorithm::ALL.into_iter().zip(&self.functions);
+        let (_, by_dtype) = algorithms.find(|(known, _)| *known == algorithm)?;
+        let mut dtypes = Dtype::ALL.into_iter().zip(by_dtype);
+        dtypes
+            .find(|(known, _)| *known == dtype)?
+            .1
+            .as_ref()
+            .copied()
+    }
+
+    /// Enqueues one launch of `calls`: the ranks of this process on this GPU.
+    ///
+    /// # Safety
+    /// `entered` is of the context that the kernels were loaded in, and `stream` a live stream of it, or null. Every
+    /// call's control block, windows and tensors are live until the stream has done it, as the kernels' headers say.
+    ///
+    /// # Errors
+    /// [`LaunchError`].
+    pub unsafe fn launch(
+        &self,
+        _entered: &Entered<'_>,
+        stream: *mut c_void,
+        (algorithm, dtype): (Algorithm, Dtype),
+        calls: &[Call],
+        shape: Shape,
+    ) -> Result<(), LaunchError> {
+        let Shape {
+            blocks,
+            data_threads,
+            programmatic,
+        } = shape;
+        let programmatic = programmatic && self.has_programmatic_launch;
+        let ranks = u32::try_from(calls.len()).unwrap_or(u32::MAX);
+        let at_once = blocks.saturating_mul(ranks) << u32::from(programmatic);
+        let fits =
+            at_once <= self.resident_blocks && data_threads <= self.instance.max_data_threads();
+        let Some(function) = self.function(algorithm, dtype).filter(|_| fits) else {
+            return Err(LaunchError::NoKernel {
+                algorithm,
+                dtype,
+                blocks,
+                data_threads,
+                ranks,
+                resident_blocks: self.resident_blocks,
+            });
+        };
+        let mut launch = Launch::default();
+        for (place, call) in launch.calls.iter_mut().zip(calls) {
+            *place = *call;
+        }
+        let mut parameters = [(&raw mut launch).cast()];
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue {
+                programmaticStreamSerializationAllowed: 1,
+            },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: blocks,
+            gridDimY: ranks,
+            gridDimZ: 1,
+            blockDimX: data_threads + SERVICE_THREADS,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: stream.cast(),
+            attrs: &raw mut attribute,
+            numAttrs: u32::from(programmatic),
+        };
+        // SAFETY: the function takes one Launch by value, which is copied during the call, as the attribute is; grid
+        // and block are within its limits (checked above); the rest is the caller's.
+        check("cuLaunchKernelEx", unsafe {
+            sys::cuLaunchKernelEx(
+                &raw const config,
+                function,
+                parameters.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        })?;
+        Ok(())
+    }
+}
+
+/// Also has the driver load the function now: at its first launch, that would block behind kernels that wait for
+/// their peers.
+fn occupancy(context: &Context, function: sys::CUfunction, threads: u32) -> Result<u32, CudaError> {
+    let _entered = context.enter()?;
+    let mut blocks = 0;
+    // SAFETY: blocks is a place for an int, function a handle of a loaded module.
+    check("cuOccupancyMaxActiveBlocksPerMultiprocessor", unsafe {
+        sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            &raw mut blocks,
+            function,
+            i32::try_from(threads).unwrap_or(i32::MAX),
+            0,
+        )
+    })?;
+    Ok(u32::try_from(blocks).unwrap_or(0))
+}

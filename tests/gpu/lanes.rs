@@ -1,0 +1,299 @@
+//! Lane `delegated`: ranks that are processes launch the kernels themselves, also inside of graphs.
+
+use crate::harness::raw::{executor_pid, info};
+use crate::harness::worker::Worker;
+use crate::harness::{daemon, eventually, send_signal};
+use crate::rank::{JOIN_TIMEOUT, Rank, gpu_of, gpus, options};
+use allreduce_client::cuda::Device;
+use allreduce_client::{
+    AllReduceError, AllReduceOptions, Dtype, JoinError, JoinOptions, Lane, Op, blocking::Client,
+};
+use allreduced::private::PrivateDaemon;
+use nix::sys::signal::Signal;
+
+/// The GPUs, if `ranks` of them can have the lane: no two on one GPU, or MPS.
+fn gpus_for(ranks: usize) -> Option<(crate::harness::Watchdog, Vec<Device>)> {
+    let (watchdog, devices) = gpus()?;
+    if devices.len() < ranks && !devices.iter().all(Device::has_mps) {
+        println!(
+            "skipped: {ranks} ranks on {} GPUs, and no MPS",
+            devices.len()
+        );
+        return None;
+    }
+    Some((watchdog, devices))
+}
+
+fn ask_all(workers: &mut [Worker], what: &str) -> Vec<String> {
+    for worker in workers.iter_mut() {
+        worker.tell(what);
+    }
+    workers
+        .iter_mut()
+        .map(|worker| worker.answer_within(JOIN_TIMEOUT))
+        .collect()
+}
+
+fn join_all(workers: &mut [Worker]) {
+    for answer in ask_all(workers, "join delegated") {
+        assert!(answer.starts_with("joined "), "{answer}");
+    }
+}
+
+fn start(daemon: &PrivateDaemon, name: &str, ranks: u32) -> Vec<Worker> {
+    let mut workers: Vec<Worker> = (0..ranks)
+        .map(|rank| Worker::start(daemon.socket(), name, rank, ranks))
+        .collect();
+    join_all(&mut workers);
+    workers
+}
+
+/// All do it, and answer the same.
+fn all_answer(workers: &mut [Worker], what: &str, expected: &str) {
+    for (rank, answer) in ask_all(workers, what).iter().enumerate() {
+        assert_eq!(answer, expected, "{what}, rank {rank}");
+    }
+}
+
+fn replay_well(workers: &mut [Worker], times: u32) {
+    all_answer(workers, &format!("replay {times}"), "replayed");
+    all_answer(workers, "sync", "synced");
+    all_answer(workers, "found", "right");
+    all_answer(workers, "check", "well");
+}
+
+#[test]
+fn delegated_graphs_are_right_however_often_and_beside_eager_calls() {
+    let Some((_watchdog, _)) = gpus_for(3) else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    for ranks in [1, 2, 3] {
+        let mut workers = start(&daemon, &format!("graphs{ranks}"), ranks);
+        all_answer(&mut workers, "capture", "captured");
+        replay_well(&mut workers, 1);
+        replay_well(&mut workers, 20);
+        all_answer(&mut workers, "eager", "called");
+        replay_well(&mut workers, 2);
+        all_answer(&mut workers, "leave", "left");
+    }
+}
+
+/// A rank that is stopped while the others replay: NaN, the rank is named, later replays return; and the same graph is
+/// right again once the communicator has formed anew.
+#[test]
+fn a_rank_that_stops_ends_a_replay_and_the_graph_outlives_it() {
+    let Some((_watchdog, _)) = gpus_for(2) else {
+        return;
+    };
+    let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "1000")]);
+    let mut workers = start(&daemon, "stops", 2);
+    all_answer(&mut workers, "capture", "captured");
+    replay_well(&mut workers, 3);
+    workers[1].signal(Signal::SIGSTOP);
+    let survivor = &mut workers[0];
+    assert_eq!(survivor.ask("replay 3"), "replayed");
+    assert_eq!(survivor.ask("sync"), "synced");
+    assert_eq!(survivor.ask("found"), "nan");
+    let told = survivor.ask("check");
+    assert!(told.contains("over") && told.contains("rank"), "{told}");
+    assert!(
+        told.contains("rank=1") || told.contains("rank=Some(1)"),
+        "{told}"
+    );
+    assert_eq!(survivor.ask("replay 50"), "replayed");
+    assert_eq!(survivor.ask("sync"), "synced");
+    assert_eq!(survivor.ask("found"), "nan");
+    workers[1].signal(Signal::SIGCONT);
+    join_all(&mut workers);
+    replay_well(&mut workers, 5);
+}
+
+/// A rank that dies between replays.
+#[test]
+fn a_rank_that_dies_ends_a_replay_and_the_graph_outlives_it() {
+    let Some((_watchdog, _)) = gpus_for(2) else {
+        return;
+    };
+    let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "600000")]);
+    let mut workers = start(&daemon, "dies", 2);
+    all_answer(&mut workers, "capture", "captured");
+    replay_well(&mut workers, 3);
+    // The survivor's replay waits for a rank that never comes.
+    assert_eq!(workers[0].ask("replay 3"), "replayed");
+    workers[1].kill_hard();
+    assert_eq!(workers[0].ask("sync"), "synced");
+    assert_eq!(workers[0].ask("found"), "nan");
+    let told = workers[0].ask("check");
+    assert!(
+        told.contains("over") && told.contains("rank=Some(1)"),
+        "{told}"
+    );
+    workers[1] = Worker::start(daemon.socket(), "dies", 1, 2);
+    join_all(&mut workers);
+    assert_eq!(workers[1].ask("capture"), "captured");
+    replay_well(&mut workers, 5);
+}
+
+#[test]
+fn an_executor_that_dies_ends_a_replay_and_the_graph_outlives_it() {
+    let Some((_watchdog, _)) = gpus_for(2) else {
+        return;
+    };
+    let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "600000")]);
+    let mut workers = start(&daemon, "executor", 2);
+    all_answer(&mut workers, "capture", "captured");
+    replay_well(&mut workers, 3);
+    assert_eq!(workers[0].ask("replay 3"), "replayed");
+    let pid = executor_pid(daemon.socket(), "executor");
+    send_signal(pid, Signal::SIGKILL);
+    assert_eq!(workers[0].ask("sync"), "synced");
+    assert_eq!(workers[0].ask("found"), "nan");
+    for worker in &mut workers {
+        let told = eventually("loss", || {
+            let told = worker.ask("check");
+            (told != "well").then_some(told)
+        });
+        assert!(told.starts_with("lost over"), "{told}");
+    }
+    eventually("the next executor", || {
+        let info = info(daemon.socket(), "executor")?;
+        (info.executor_pid != 0 && info.executor_pid != pid).then_some(())
+    });
+    join_all(&mut workers);
+    replay_well(&mut workers, 5);
+}
+
+#[test]
+fn ranks_that_disagree_get_no_sums() {
+    let Some((_watchdog, _)) = gpus_for(2) else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let mut workers = start(&daemon, "disagree", 2);
+    assert_eq!(workers[0].ask("call-elems 64"), "called");
+    assert_eq!(workers[1].ask("call-elems 65"), "called");
+    all_answer(&mut workers, "sync", "synced");
+    all_answer(&mut workers, "nan", "nan");
+    for told in ask_all(&mut workers, "check") {
+        assert!(told.contains("over"), "{told}");
+        assert!(told.contains("ran another reduction"), "{told}");
+    }
+    join_all(&mut workers);
+    all_answer(&mut workers, "call-elems 64", "called");
+    all_answer(&mut workers, "sync", "synced");
+    all_answer(&mut workers, "check", "well");
+}
+
+/// Joining another communicator, with all that its threads do, while a stream is captured in the mode that fails on any
+/// call that could disturb it.
+#[test]
+fn a_capture_survives_a_join_in_another_thread() {
+    let Some((_watchdog, _)) = gpus_for(2) else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let mut workers = start(&daemon, "captures", 2);
+    all_answer(&mut workers, "join-while-capturing other", "captured");
+    replay_well(&mut workers, 2);
+}
+
+#[test]
+fn bad_tensors_are_refused_and_nothing_is_launched() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let device = gpu_of(&devices, 0);
+    let options = options("bad", 0, 1, device).lanes([Lane::Delegated]);
+    let rank = Rank::join(daemon.socket(), options, device);
+    assert_eq!(rank.communicator.lane(), Lane::Delegated);
+    let at = rank.scratch.ptr();
+    let call = |ends: [u64; 2], num_elems, kind| {
+        rank.call(
+            rank.stream(),
+            ends,
+            num_elems,
+            kind,
+            AllReduceOptions::default(),
+        )
+    };
+    let sum = (Dtype::F32, Op::Sum);
+    let error = call([at + 1, at + 1], 8, sum).unwrap_err();
+    assert!(
+        matches!(error, AllReduceError::Misaligned { .. }),
+        "{error}"
+    );
+    let error = call([at, at + 16], 8, sum).unwrap_err();
+    assert!(matches!(error, AllReduceError::Overlap { .. }), "{error}");
+    let error = call([at, at], 8, (Dtype::F64, Op::Sum)).unwrap_err();
+    assert!(matches!(error, AllReduceError::Refused(_)), "{error}");
+    let error = call([at, at], 8, (Dtype::F32, Op::Prod)).unwrap_err();
+    assert!(matches!(error, AllReduceError::Refused(_)), "{error}");
+    rank.communicator.check().unwrap();
+    rank.reduce_one().unwrap();
+}
+
+/// Two ranks of one GPU would wait for each other's turn: refused, or auto goes on to lane rpc and says why.
+#[test]
+fn without_mps_ranks_that_share_a_gpu_do_not_launch() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    if devices.len() >= 2 || devices.iter().all(Device::has_mps) {
+        println!("skipped: every rank has its GPU, or there is MPS");
+        return;
+    }
+    let daemon = daemon(&[]);
+    let join = |name: &str, rank: u32, lanes: &[Lane]| {
+        let options = JoinOptions::new(name, rank, 2)
+            .device(devices[0].clone())
+            .lanes(lanes)
+            .timeout(JOIN_TIMEOUT);
+        Client::connect(daemon.socket()).unwrap().join(options)
+    };
+    let asked = crate::harness::ranks(2, |rank| join("asked", rank, &[Lane::Delegated]));
+    for refused in asked {
+        match refused {
+            Err(JoinError::Refused(refused)) => {
+                assert!(refused.message.contains("needs MPS"), "{refused:?}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let auto = crate::harness::ranks(2, |rank| join("auto", rank, &[]));
+    for joined in auto {
+        let joined = joined.unwrap();
+        assert_eq!(joined.lane(), Lane::Rpc);
+        let reason = joined.lane_reason();
+        assert!(reason.contains("MPS"), "{reason}");
+    }
+}
+
+/// Windows, handles and pages come and go with epochs.
+#[test]
+fn joining_and_leaving_costs_no_memory() {
+    let Some((_watchdog, devices)) = gpus_for(2) else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let mut workers = start(&daemon, "memory", 2);
+    let device = gpu_of(&devices, 0);
+    let context = allreduce_contract::cuda::Context::retain(device.clone()).unwrap();
+    let mut before = None;
+    for round in 0..6 {
+        all_answer(&mut workers, "leave", "left");
+        join_all(&mut workers);
+        let free = crate::cuda::free_bytes(&context);
+        // Modules, heaps and the driver's own are there after the first rounds.
+        if round == 2 {
+            before = Some(free);
+        }
+    }
+    let after = crate::cuda::free_bytes(&context);
+    let lost = before.unwrap().saturating_sub(after);
+    assert!(
+        lost < 8 << 20,
+        "{lost} bytes of GPU memory did not come back"
+    );
+}

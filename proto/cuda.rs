@@ -10,7 +10,7 @@
 //! fit. No call here synchronises a device.
 #![allow(unsafe_code)] // room: CUDA bindings
 
-use crate::window::{CONTROL_LEN_BYTES, Control, STATUS_OFFSET_BYTES};
+use crate::window::{CONTROL_LEN_BYTES, Control, STATUS_OFFSET_BYTES, WAKE_OFFSET_BYTES};
 use cudarc::driver::sys;
 use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
@@ -1079,6 +1079,29 @@ pub unsafe fn is_capturing(_entered: &Entered<'_>, stream: *mut c_void) -> Resul
     Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
+/// Enqueues a copy within device memory.
+///
+/// # Safety
+/// `stream` is a live stream of the context that is entered, or null; both ranges are device memory mapped there, do
+/// not overlap, and are touched by nothing that is not ordered with the copy until it is done.
+///
+/// # Errors
+/// [`CudaError`].
+pub unsafe fn copy(
+    _entered: &Entered<'_>,
+    stream: *mut c_void,
+    to: DevicePtr,
+    from: DevicePtr,
+    len_bytes: u64,
+) -> Result<(), CudaError> {
+    if len_bytes == 0 {
+        return Ok(());
+    }
+    let len = usize::try_from(len_bytes).unwrap_or(usize::MAX);
+    // SAFETY: the caller's.
+    unsafe { call!(cuMemcpyDtoDAsync_v2(to, from, len, stream.cast())) }
+}
+
 /// Whether everything that was enqueued on a stream is done.
 ///
 /// # Safety
@@ -1161,6 +1184,11 @@ impl RegisteredPage {
             ))?;
         }
         Ok(page)
+    }
+
+    /// Device address of the wake word.
+    pub fn wake(&self) -> DevicePtr {
+        self.device_start + WAKE_OFFSET_BYTES as u64
     }
 
     /// Device address of the status word.

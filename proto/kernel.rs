@@ -30,17 +30,18 @@ pub const MAIN_SOURCE: (&str, &str) = source!("all_reduce.cu");
 
 /// Its headers, by the names it includes them with. They include nothing else.
 #[cfg(feature = "kernels")]
-pub const HEADERS: [(&str, &str); 6] = [
+pub const HEADERS: [(&str, &str); 7] = [
     source!("abi.h"),
     source!("mem.cuh"),
     source!("num.cuh"),
     source!("protocol.cuh"),
     source!("one_shot.cuh"),
+    source!("resident.cuh"),
     source!("two_shot.cuh"),
 ];
 
 /// Version of this layout, in each control block.
-pub const KERNEL_ABI_VERSION: u32 = 1;
+pub const KERNEL_ABI_VERSION: u32 = 2;
 /// Most blocks of one rank.
 pub const MAX_BLOCKS: u32 = 128;
 /// Bytes of a pack, the kernels' unit.
@@ -282,7 +283,11 @@ pub struct ControlBlock {
     /// The device's; 0 here.
     pub failed: u32,
     /// 0.
-    pub reserved: [u32; 11],
+    pub reserved0: u32,
+    /// Lane `resident`, the rank's own block: device address of its wake word in host memory.
+    pub wake: u64,
+    /// 0.
+    pub reserved1: [u32; 8],
     /// By rank: where its window starts, in this process.
     pub window: [u64; MAX_RANKS],
     /// By rank: where its arena starts; direct sources are relative to it.
@@ -297,9 +302,135 @@ const _: () = {
     assert!(offset_of!(ControlBlock, timeout_ns) == 16);
     assert!(offset_of!(ControlBlock, push_offset) == 32);
     assert!(offset_of!(ControlBlock, failed) == 80);
+    assert!(offset_of!(ControlBlock, wake) == 88);
     assert!(offset_of!(ControlBlock, window) == 128);
     assert!(offset_of!(ControlBlock, arena) == 256);
 };
+
+/// Most blocks that a resident kernel has for a rank.
+pub const MAX_RING_BLOCKS: u32 = 32;
+/// Memories of a rank that a resident kernel may be told to read and write.
+pub const MAX_RING_BUFFERS: usize = 64;
+/// Where a window's ring is.
+pub const RING_OFFSET: u64 = 24576;
+/// Where in a window the blocks of a resident kernel say that they have parked, 4 bytes each.
+pub const RING_PARKED_OFFSET: u64 = RING_OFFSET + 256;
+/// Words of a command.
+pub const COMMAND_WORDS: usize = 6;
+/// The memory of a command that is the rank's arena.
+pub const RING_ARENA: u8 = 0;
+/// The memory of a command that is the staging region of the rank's own window.
+pub const RING_STAGING: u8 = 1;
+
+/// `RingBuffer` of abi.h: a memory, as the executor has it mapped.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct RingBuffer {
+    /// Where it starts; 0 for none.
+    pub start: u64,
+    /// Its length.
+    pub len_bytes: u64,
+}
+
+/// `ResidentState` of abi.h: all zero but for the buffers when an epoch begins.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct ResidentState {
+    /// By block: the last launch of which it has ended. The device's.
+    pub exited: [u32; MAX_RING_BLOCKS as usize],
+    /// Launches up to this one end as soon as no command is there.
+    pub stop: u32,
+    /// 0.
+    pub reserved: [u32; 31],
+    /// What commands may name.
+    pub buffers: [RingBuffer; MAX_RING_BUFFERS],
+}
+
+/// `ResidentRank` of abi.h.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct ResidentRank {
+    /// Device address of the executor's [`ControlBlock`] for the rank.
+    pub control: u64,
+    /// Of its [`ResidentState`].
+    pub state: u64,
+}
+
+/// `ResidentLaunch` of abi.h: the parameter of a resident kernel.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct ResidentLaunch {
+    /// Counts from 1 in the epoch.
+    pub launch: u32,
+    /// 0.
+    pub reserved: u32,
+    /// A block ends when no command has come for so long.
+    pub idle_ns: u64,
+    /// By place in the launch: the ranks that share the GPU.
+    pub ranks: [ResidentRank; MAX_RANKS],
+}
+
+/// `RingLaunch` of abi.h: the parameter of the kernel that rings.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct RingLaunch {
+    /// Device address of the rank's own [`ControlBlock`].
+    pub control: u64,
+    /// The destination in the rank's process, for NaN if the reduction fails.
+    pub dst: u64,
+    /// See abi.h.
+    pub command: [u32; COMMAND_WORDS],
+    /// Blocks that the resident kernel has for the rank.
+    pub blocks: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
+const _: () = {
+    assert!(size_of::<RingBuffer>() == 16);
+    assert!(size_of::<ResidentState>() == 1280);
+    assert!(offset_of!(ResidentState, stop) == 128);
+    assert!(offset_of!(ResidentState, buffers) == 256);
+    assert!(size_of::<ResidentLaunch>() == 272);
+    assert!(size_of::<RingLaunch>() == 48);
+};
+
+/// A tensor of a command: a memory, and where in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RingPlace {
+    /// [`RING_ARENA`] or another.
+    pub memory: u8,
+    /// Multiple of the element's size.
+    pub offset_bytes: u64,
+}
+
+/// The words of a command; `num_elems` fits 32 bits, since a slot does.
+pub const fn command(
+    dtype_code: u32,
+    op: u32,
+    src: RingPlace,
+    dst: RingPlace,
+    num_elems: u32,
+) -> [u32; COMMAND_WORDS] {
+    [
+        dtype_code | op << 8 | (src.memory as u32) << 16 | (dst.memory as u32) << 24,
+        num_elems,
+        src.offset_bytes as u32,
+        (src.offset_bytes >> 32) as u32,
+        dst.offset_bytes as u32,
+        (dst.offset_bytes >> 32) as u32,
+    ]
+}
+
+/// The number that the kernels have for an element type; `None` for those they have not.
+pub const fn dtype_code(dtype: Dtype) -> Option<u32> {
+    match dtype {
+        Dtype::F32 => Some(0),
+        Dtype::F16 => Some(1),
+        Dtype::Bf16 => Some(2),
+        Dtype::F64 | Dtype::I32 | Dtype::I64 => None,
+    }
+}
 
 /// The regions of a window, by the capacities that are configured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,7 +6,9 @@
 #![allow(unsafe_code)] // room: CUDA bindings
 
 use crate::cuda::{Context, CudaError, Entered, check};
-use crate::kernel::{Call, Instance, Launch, SERVICE_THREADS, algorithm_name, dtype_name};
+use crate::kernel::{
+    Call, Instance, Launch, ResidentLaunch, RingLaunch, SERVICE_THREADS, algorithm_name, dtype_name,
+};
 use crate::{Algorithm, Dtype};
 use cudarc::driver::sys;
 use std::ffi::{CString, c_void};
@@ -68,6 +70,10 @@ pub struct Kernels {
     /// By algorithm and dtype, in the order of the wire enums.
     functions: [[Option<sys::CUfunction>; DTYPES]; ALGORITHMS],
     resident_blocks: u32,
+    /// The kernel that stays, and blocks of its largest size that the GPU holds at once.
+    resident: (sys::CUfunction, u32),
+    ring: sys::CUfunction,
+    pause: sys::CUfunction,
     has_programmatic_launch: bool,
     _module: Module,
 }
@@ -147,10 +153,18 @@ impl Kernels {
                 *function = Some(found);
             }
         }
+        let resident = module.function(&format!("allreduced_resident_{}", instance.name()))?;
+        let ring = module.function("allreduced_ring")?;
+        occupancy(context, ring, SERVICE_THREADS)?;
+        let pause = module.function("allreduced_pause")?;
+        let stays = occupancy(context, resident, threads)?.saturating_mul(multiprocessors);
         Ok(Self {
             instance,
             functions,
             resident_blocks,
+            resident: (resident, stays),
+            ring,
+            pause,
             has_programmatic_launch,
             _module: module,
         })
@@ -159,6 +173,93 @@ impl Kernels {
     /// Blocks of the largest size, of the kernel that needs most, that the GPU holds at once.
     pub fn resident_blocks(&self) -> u32 {
         self.resident_blocks
+    }
+
+    /// Blocks of the resident kernel, of the largest size, that the GPU holds at once.
+    pub fn staying_blocks(&self) -> u32 {
+        self.resident.1
+    }
+
+    /// Enqueues the kernel that stays, for `ranks` ranks.
+    ///
+    /// # Safety
+    /// `entered` is of the context that the kernels were loaded in, `stream` a live stream of it. Control blocks,
+    /// states, windows and memories are live until the kernel has ended.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn launch_resident(
+        &self,
+        _entered: &Entered<'_>,
+        stream: *mut c_void,
+        mut launch: ResidentLaunch,
+        (blocks, data_threads): (u32, u32),
+        ranks: u32,
+    ) -> Result<(), CudaError> {
+        let mut parameters = [(&raw mut launch).cast()];
+        // SAFETY: the function takes one ResidentLaunch by value, which is copied during the call; the rest is the
+        // caller's.
+        check("cuLaunchKernel", unsafe {
+            sys::cuLaunchKernel(
+                self.resident.0,
+                blocks,
+                ranks,
+                1,
+                data_threads + SERVICE_THREADS,
+                1,
+                1,
+                0,
+                stream.cast(),
+                parameters.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        })
+    }
+
+    /// Enqueues the kernel that rings and waits.
+    ///
+    /// # Safety
+    /// As [`Self::launch`], for the control block, the window and the destination.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn launch_ring(
+        &self,
+        _entered: &Entered<'_>,
+        stream: *mut c_void,
+        mut ring: RingLaunch,
+    ) -> Result<(), CudaError> {
+        let mut parameters = [(&raw mut ring).cast()];
+        // SAFETY: the function takes one RingLaunch by value, which is copied during the call; the rest is the
+        // caller's.
+        unsafe {
+            launch_kernel(
+                self.ring,
+                stream,
+                (1, 1),
+                SERVICE_THREADS,
+                self.has_programmatic_launch,
+                &mut parameters,
+            )
+        }
+    }
+
+    /// Enqueues a kernel of one warp that takes about `ns`, for benches.
+    ///
+    /// # Safety
+    /// `entered` is of the context that the kernels were loaded in, `stream` a live stream of it, or null.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn launch_pause(
+        &self,
+        _entered: &Entered<'_>,
+        stream: *mut c_void,
+        mut ns: u64,
+    ) -> Result<(), CudaError> {
+        let mut parameters = [(&raw mut ns).cast()];
+        // SAFETY: the function takes one u64; the rest is the caller's.
+        unsafe { launch_kernel(self.pause, stream, (1, 1), 32, false, &mut parameters) }
     }
 
     fn function(&self, algorithm: Algorithm, dtype: Dtype) -> Option<sys::CUfunction> {
@@ -213,37 +314,62 @@ impl Kernels {
             *place = *call;
         }
         let mut parameters = [(&raw mut launch).cast()];
-        let mut attribute = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue {
-                programmaticStreamSerializationAllowed: 1,
-            },
-        };
-        let config = sys::CUlaunchConfig {
-            gridDimX: blocks,
-            gridDimY: ranks,
-            gridDimZ: 1,
-            blockDimX: data_threads + SERVICE_THREADS,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: 0,
-            hStream: stream.cast(),
-            attrs: &raw mut attribute,
-            numAttrs: u32::from(programmatic),
-        };
-        // SAFETY: the function takes one Launch by value, which is copied during the call, as the attribute is; grid
-        // and block are within its limits (checked above); the rest is the caller's.
-        check("cuLaunchKernelEx", unsafe {
-            sys::cuLaunchKernelEx(
-                &raw const config,
+        // SAFETY: the function takes one Launch by value, which is copied during the call; grid and block are within
+        // its limits (checked above); the rest is the caller's.
+        unsafe {
+            launch_kernel(
                 function,
-                parameters.as_mut_ptr(),
-                ptr::null_mut(),
+                stream,
+                (blocks, ranks),
+                data_threads + SERVICE_THREADS,
+                programmatic,
+                &mut parameters,
             )
-        })?;
+        }?;
         Ok(())
     }
+}
+
+/// Enqueues a kernel; `programmatic` as in [`Shape`].
+///
+/// # Safety
+/// As cuLaunchKernelEx.
+unsafe fn launch_kernel(
+    function: sys::CUfunction,
+    stream: *mut c_void,
+    (blocks, ranks): (u32, u32),
+    threads: u32,
+    programmatic: bool,
+    parameters: &mut [*mut c_void],
+) -> Result<(), CudaError> {
+    let mut attribute = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue {
+            programmaticStreamSerializationAllowed: 1,
+        },
+    };
+    let config = sys::CUlaunchConfig {
+        gridDimX: blocks,
+        gridDimY: ranks,
+        gridDimZ: 1,
+        blockDimX: threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: 0,
+        hStream: stream.cast(),
+        attrs: &raw mut attribute,
+        numAttrs: u32::from(programmatic),
+    };
+    // SAFETY: the attribute is copied during the call; the rest is the caller's.
+    check("cuLaunchKernelEx", unsafe {
+        sys::cuLaunchKernelEx(
+            &raw const config,
+            function,
+            parameters.as_mut_ptr(),
+            ptr::null_mut(),
+        )
+    })
 }
 
 /// Also has the driver load the function now: at its first launch, that would block behind kernels that wait for

@@ -10,6 +10,7 @@
 //! | `done` | executor | rank | the executor touches no buffer of a sequence up to this one any more |
 //! | `ended` | executor | rank | 0, or 1 once the epoch is over and the executor touches no buffer at all |
 //! | `changes` | executor | rank | counts stores to `done` and `ended`; the futex that waiters sleep on |
+//! | `wake` | GPU | executor | lane `resident`: the launch of the resident kernel that the rank's rings need |
 //! | `status` | GPU, executor | rank, executor | 0, or the [`Abort`] that a reduction of this rank failed with |
 //!
 //! # Flags
@@ -66,6 +67,7 @@ struct ControlPage {
     ended: AtomicU32,
     changes: AtomicU32,
     status: Line<AtomicU64>,
+    wake: Line<AtomicU32>,
 }
 
 const _: () = {
@@ -79,12 +81,16 @@ const _: () = {
     assert!(offset_of!(ControlPage, ended) == 192);
     assert!(offset_of!(ControlPage, changes) == 196);
     assert!(offset_of!(ControlPage, status) == STATUS_OFFSET_BYTES);
+    assert!(offset_of!(ControlPage, wake) == WAKE_OFFSET_BYTES);
     assert!(size_of::<ControlPage>() <= CONTROL_LEN_BYTES.get());
 };
 
 /// Where the status word is in the control page; the executor registers the page with CUDA, so that kernels
 /// can store there.
 pub const STATUS_OFFSET_BYTES: usize = 256;
+
+/// Where the wake word is in the control page: the launch of the resident kernel that a rank's rings need.
+pub const WAKE_OFFSET_BYTES: usize = 320;
 
 /// Why a reduction failed on the GPU: the status word, and the abort word that the kernels pass on
 /// (kernels/cuda/abi.h, `abort_word`).
@@ -332,6 +338,12 @@ impl Control {
     pub fn status(&self) -> Option<Abort> {
         // SYNC: status. Acquire: pairs with the kernel's system-wide store, or set_status.
         Abort::from_word(self.page().status.0.load(Ordering::Acquire))
+    }
+
+    /// Executor: the launch of the resident kernel that the rank's rings need.
+    pub fn wanted_launch(&self) -> u32 {
+        // SYNC: wake. Acquire: pairs with the ringing kernel's store.
+        self.page().wake.0.load(Ordering::Acquire)
     }
 
     /// Executor: says why, unless a kernel has said so before.

@@ -295,55 +295,6 @@ fn lost(error: impl std::fmt::Display) -> Over {
 }
 
 impl Member<'_> {
-    /// Maps what the ranks share, and tries the lane. Heartbeats wait meanwhile, as they do while a window is mapped:
-    /// the executor's timeout for both is the join's.
-    #[cfg(feature = "cuda")]
-    async fn open_lane(
-        &self,
-        rank: u32,
-        window: Arc<Window>,
-        context: Option<GpuContext>,
-        peers: Peers,
-    ) -> Result<(), String> {
-        let context =
-            context.ok_or("the lane is of backend cuda, which this rank has not joined")?;
-        let at = self.at.clone();
-        let opening = cuda::on_helper_thread(move || {
-            let own = peers.peers.get(rank as usize);
-            let kernels = own
-                .and_then(|own| {
-                    let mut regions = own.regions.iter();
-                    regions.find(|region| region.kind() == RegionKind::Kernels)
-                })
-                .ok_or("Peers names no kernels")?;
-            let session = window.joined.session;
-            let image = fetch(&at, (session, rank), Kind::Kernels, kernels.len_bytes)?;
-            let image = image.read().map_err(|error| error.to_string())?;
-            let opener = cuda_lane::Opener {
-                communicator: &at.communicator,
-                rank,
-                session,
-            };
-            cuda_lane::Lane::open_in(&window, &context, opener, &peers, &image)
-        });
-        opening.await.flatten()
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    #[expect(clippy::unused_async, reason = "as with feature cuda")]
-    async fn open_lane(
-        &self,
-        _rank: u32,
-        _window: Arc<Window>,
-        _context: Option<GpuContext>,
-        peers: Peers,
-    ) -> Result<(), String> {
-        Err(format!(
-            "this client has no lane {}",
-            peers.lane().as_str_name()
-        ))
-    }
-
     async fn run(
         &self,
         hello: Hello,
@@ -381,6 +332,7 @@ impl Member<'_> {
         };
         let buffers = BuffersClient::new(channel);
         let mut releases = JoinSet::new();
+        let mut opening = JoinSet::new();
         let mut window: Option<Arc<Window>> = None;
         let mut interval = Duration::from_secs(1);
         let mut timeout = Duration::from_secs(10);
@@ -436,15 +388,12 @@ impl Member<'_> {
                             }
                         }
                         Some(ToRank::Peers(peers)) => {
-                            let mapped = match &window {
-                                Some(window) => {
-                                    self.open_lane(rank, Arc::clone(window), context.clone(), peers)
-                                        .await
-                                }
-                                None => Err("Peers came before Joined".to_owned()),
+                            let Some(window) = &window else {
+                                return lost("Peers came before Joined");
                             };
-                            let error = mapped.err().unwrap_or_default();
-                            send(FromRank::Shared(Shared { error }));
+                            let lane =
+                                open_lane(self.at.clone(), rank, Arc::clone(window), context.clone(), peers);
+                            opening.spawn(lane);
                         }
                         Some(ToRank::Notice(notice)) => match notice.kind() {
                             NoticeKind::Abort => {
@@ -475,6 +424,12 @@ impl Member<'_> {
                     send(FromRank::Heartbeat(Heartbeat { nonce }));
                 }
                 Some(_) = releases.join_next() => {}
+                // It waits for the other ranks, which may take long; heartbeats go on.
+                Some(opened) = opening.join_next() => {
+                    let opened = opened.unwrap_or_else(|error| Err(error.to_string()));
+                    let error = opened.err().unwrap_or_default();
+                    send(FromRank::Shared(Shared { error }));
+                }
                 errand = errands.recv() => match errand {
                     Some(Errand::Release(buffer_id)) => {
                         let Some(window) = &window else { continue };
@@ -510,6 +465,56 @@ impl Member<'_> {
             }
         }
     }
+}
+
+/// Maps what the ranks share, and tries the lane.
+#[cfg(feature = "cuda")]
+async fn open_lane(
+    at: ExecutorAt,
+    rank: u32,
+    window: Arc<Window>,
+    context: Option<GpuContext>,
+    peers: Peers,
+) -> Result<(), String> {
+    let context = context.ok_or("the lane is of backend cuda, which this rank has not joined")?;
+    let opening = cuda::on_helper_thread(move || {
+        let own = peers.peers.get(rank as usize);
+        let kernels = own
+            .and_then(|own| {
+                let mut regions = own.regions.iter();
+                regions.find(|region| region.kind() == RegionKind::Kernels)
+            })
+            .ok_or("Peers names no kernels")?;
+        let session = window.joined.session;
+        let image = fetch(&at, (session, rank), Kind::Kernels, kernels.len_bytes)?;
+        let image = image.read().map_err(|error| error.to_string())?;
+        let opener = cuda_lane::Opener {
+            communicator: &at.communicator,
+            rank,
+            session,
+            arena: match &window.arena {
+                Arena::Host(_) => (0, 0),
+                Arena::Cuda(arena) => arena.range(),
+            },
+        };
+        cuda_lane::Lane::open_in(&window, &context, opener, &peers, &image)
+    });
+    opening.await.flatten()
+}
+
+#[cfg(not(feature = "cuda"))]
+#[expect(clippy::unused_async, reason = "as with feature cuda")]
+async fn open_lane(
+    _at: ExecutorAt,
+    _rank: u32,
+    _window: Arc<Window>,
+    _context: Option<GpuContext>,
+    peers: Peers,
+) -> Result<(), String> {
+    Err(format!(
+        "this client has no lane {}",
+        peers.lane().as_str_name()
+    ))
 }
 
 /// Asks the companion socket for a memory of this rank's.

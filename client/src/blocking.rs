@@ -190,6 +190,22 @@ impl Communicator {
         self.runtime.block_on(self.communicator.ping())
     }
 
+    /// See [`crate::Communicator::arm`].
+    ///
+    /// # Errors
+    /// [`Refused`].
+    pub fn arm(&self) -> Result<(), Refused> {
+        self.runtime.block_on(self.communicator.arm())
+    }
+
+    /// See [`crate::Communicator::disarm`].
+    ///
+    /// # Errors
+    /// [`Refused`].
+    pub fn disarm(&self) -> Result<(), Refused> {
+        self.runtime.block_on(self.communicator.disarm())
+    }
+
     /// See [`crate::Communicator::leave`].
     pub fn leave(self) {
         self.runtime.block_on(self.communicator.leave());

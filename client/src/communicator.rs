@@ -550,6 +550,32 @@ impl Communicator {
         }
     }
 
+    /// Lane `resident` of backend cuda: launches the executor's kernel before anybody rings, so that the first ring of a
+    /// burst need not wake it. It parks again by itself when nobody rings. On another lane nothing happens.
+    ///
+    /// # Errors
+    /// [`Refused`].
+    pub async fn arm(&self) -> Result<(), Refused> {
+        let request = v1::ArmRequest {
+            session: self.session(),
+        };
+        let armed = bounded(self.collectives.clone().arm(request)).await;
+        armed.map(|_| ()).map_err(|status| Refused::new(&status))
+    }
+
+    /// Lane `resident` of backend cuda: has the executor's kernel park as soon as no rank has rung. It then takes nothing
+    /// from the GPU, and the next ring wakes it.
+    ///
+    /// # Errors
+    /// [`Refused`].
+    pub async fn disarm(&self) -> Result<(), Refused> {
+        let request = v1::DisarmRequest {
+            session: self.session(),
+        };
+        let disarmed = bounded(self.collectives.clone().disarm(request)).await;
+        disarmed.map(|_| ()).map_err(|status| Refused::new(&status))
+    }
+
     /// A round trip to the executor that does nothing.
     ///
     /// # Errors

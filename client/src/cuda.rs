@@ -209,6 +209,11 @@ impl Arena {
         stream.synchronize().map_err(text)
     }
 
+    /// Where it starts, and its length without the flags.
+    pub(crate) fn range(&self) -> (u64, u64) {
+        (self.start, self.len_bytes)
+    }
+
     fn flags_start(&self) -> u64 {
         self.start + self.len_bytes
     }
@@ -830,7 +835,7 @@ impl Communicator {
             return Err(AllReduceError::PerThreadStream);
         }
         let num_elems = num_elems as u64;
-        if self.lane() == Lane::Delegated {
+        if matches!(self.lane(), Lane::Delegated | Lane::Resident) {
             let tensors = Tensors {
                 src,
                 dst,
@@ -909,7 +914,7 @@ impl Communicator {
         reduction(&response)
     }
 
-    /// Lane `delegated`: launches the reduction on the stream.
+    /// Lanes `delegated` and `resident`: launches the reduction, or its ring, on the stream.
     ///
     /// # Safety
     /// As [`Self::all_reduce_on`].

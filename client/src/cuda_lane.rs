@@ -1,6 +1,8 @@
-//! Lane `delegated` on backend cuda: the rank itself launches the kernels, in its own streams.
+//! Lanes `delegated` and `resident` on backend cuda: the rank itself launches the kernels, in its own streams, or one that
+//! rings the executor's.
 //!
-//! Owns the rank's mapping of every rank's window, its control block, the loaded kernels, and the plan's answers.
+//! Owns the rank's mapping of every rank's window (of its own, on lane `resident`), its control block, the loaded
+//! kernels, and the plan's answers.
 //! [`Communicator::all_reduce_on`](crate::Communicator::all_reduce_on) launches through it; membership opens and
 //! closes it. The windows are the executor's, and so are epochs: at the end of one it writes the abort words, and
 //! kernels give up. Refuses to choose kernels or shapes: the executor's plan does, asked once for each kind of call.
@@ -15,22 +17,22 @@ use crate::communicator::AllReduceOptions;
 use crate::cuda::{StreamHandle, locked};
 use crate::error::AllReduceError;
 use allreduce_contract::cuda::{
-    Context, CudaError, DeviceMemory, Event, IPC_HANDLE_LEN, ImportedMemory, RegisteredPage,
-    Relaxed, Stream, is_capturing,
+    Context, CudaError, DeviceMemory, Entered, Event, IPC_HANDLE_LEN, ImportedMemory,
+    RegisteredPage, Relaxed, Stream, copy, is_capturing,
 };
 use allreduce_contract::kernel::{
-    CONTROL_BLOCK_BYTES, Call, CallParts, ControlBlock, Instance, KERNEL_ABI_VERSION, Regions,
-    op_code,
+    CONTROL_BLOCK_BYTES, Call, CallParts, ControlBlock, Instance, KERNEL_ABI_VERSION, RING_ARENA,
+    RING_STAGING, Regions, RingLaunch, RingPlace, command, dtype_code, op_code,
 };
 use allreduce_contract::module::{Kernels, LaunchError, Shape};
-use allreduce_contract::v1::{CudaWindows, Peers, PlanResponse, RegionKind};
+use allreduce_contract::v1::{self, CudaWindows, Peers, PlanResponse, RegionKind};
 use allreduce_contract::window::{Abort, AbortReason, Control};
 use allreduce_contract::{Algorithm, Dtype, Op, WorldSize};
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::mem::offset_of;
 use std::sync::{Arc, Mutex, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long a kernel of the test waits for its peers, which may still be loading theirs.
 const TEST_TIMEOUT: Duration = Duration::from_secs(20);
@@ -42,6 +44,10 @@ const TEST_SHAPE: Shape = Shape {
     data_threads: 64,
     programmatic: true,
 };
+/// Slower than this, a ring says that processes take turns on the GPU, at some 140 us a turn; else it takes some 10 us.
+const RING_LIMIT: Duration = Duration::from_micros(130);
+/// Rings that are timed.
+const RINGS: u32 = 32;
 /// Kinds of calls whose plan is remembered.
 const MAX_PLANS: usize = 4096;
 
@@ -163,12 +169,16 @@ pub(crate) struct Opener<'a> {
     pub(crate) communicator: &'a str,
     pub(crate) rank: u32,
     pub(crate) session: u64,
+    /// The rank's arena: where it starts in this process, and its length.
+    pub(crate) arena: (u64, u64),
 }
 
 /// What is mapped while the epoch lasts.
 #[derive(Debug)]
 struct Opened {
-    windows: Vec<Arc<ImportedMemory>>,
+    /// The own one.
+    window: Arc<ImportedMemory>,
+    _others: Vec<Arc<ImportedMemory>>,
     _seat: Seat,
     /// Unregistered before the lane's owner unmaps the control page.
     _page: RegisteredPage,
@@ -212,9 +222,43 @@ impl LanePlan {
     }
 }
 
+/// Who reduces.
+#[derive(Debug, Clone, Copy)]
+enum Way {
+    /// This rank's kernels, with its peers'.
+    Delegated,
+    /// The executor's, which stays.
+    Resident(Bell),
+}
+
+/// What a ring names.
+#[derive(Debug, Clone, Copy)]
+struct Bell {
+    /// Of the kernel that stays.
+    blocks: u32,
+    /// The arena, in this process: tensors there are read and written where they are.
+    arena: (u64, u64),
+    /// Where others are copied to, and from: the first half for sources, the second for destinations.
+    staging: (u64, u64),
+}
+
+impl Bell {
+    /// How a ring names a tensor in the arena.
+    fn place(&self, at: u64, len_bytes: u64) -> Option<RingPlace> {
+        let (start, has) = self.arena;
+        let offset_bytes = at.checked_sub(start)?;
+        let end = offset_bytes.checked_add(len_bytes)?;
+        (end <= has).then_some(RingPlace {
+            memory: RING_ARENA,
+            offset_bytes,
+        })
+    }
+}
+
 /// A rank's side of the lane, for one epoch.
 #[derive(Debug)]
 pub(crate) struct Lane {
+    way: Way,
     context: Arc<Context>,
     kernels: Arc<Kernels>,
     anchor: Arc<Anchor>,
@@ -289,8 +333,12 @@ impl Lane {
         let seat = Seat::take(context, opener.communicator, opener.rank)?;
         let kernels = kernels(context, Instance::of(world_size), image)
             .map_err(|error| format!("the executor's kernels: {error}"))?;
-        let mut windows = Vec::new();
-        for (rank, peer) in peers.peers.iter().enumerate() {
+        let is_resident = peers.lane() == v1::Lane::Resident;
+        let mut windows = BTreeMap::new();
+        for (rank, peer) in (0_u32..).zip(&peers.peers) {
+            if is_resident && rank != opener.rank {
+                continue;
+            }
             let region = peer
                 .regions
                 .iter()
@@ -314,12 +362,26 @@ impl Lane {
                     regions.len_bytes()
                 ));
             }
-            windows.push(memory);
+            windows.insert(rank, memory);
         }
+        let own = windows.get(&opener.rank).cloned();
+        let own = own.ok_or("Peers names no window of this rank")?;
+        let way = match is_resident {
+            false => Way::Delegated,
+            true => Way::Resident(Bell {
+                blocks: layout.resident_blocks,
+                arena: opener.arena,
+                staging: (
+                    own.start() + regions.staging_offset(),
+                    4 * regions.staging_part_bytes,
+                ),
+            }),
+        };
         // SAFETY: the lane unregisters the page when it is closed or dropped (the caller's).
         let page = unsafe { RegisteredPage::register(context, control) }
             .map_err(|error| format!("the control page: {error}"))?;
         let lane = Self {
+            way,
             anchor: anchor(context, opener.communicator, opener.rank).map_err(text)?,
             context: Arc::clone(context),
             kernels,
@@ -334,7 +396,8 @@ impl Lane {
         lane.begin_epoch(&stream, &regions, peers, &windows, &page)
             .map_err(text)?;
         *locked(&lane.opened) = Some(Opened {
-            windows,
+            window: own,
+            _others: windows.into_values().collect(),
             _seat: seat,
             _page: page,
         });
@@ -349,7 +412,7 @@ impl Lane {
         stream: &Stream,
         regions: &Regions,
         peers: &Peers,
-        windows: &[Arc<ImportedMemory>],
+        windows: &BTreeMap<u32, Arc<ImportedMemory>>,
         page: &RegisteredPage,
     ) -> Result<(), CudaError> {
         let mut block = ControlBlock {
@@ -360,6 +423,7 @@ impl Lane {
             epoch: peers.epoch as u32,
             timeout_ns: nanos(TEST_TIMEOUT),
             status: page.status(),
+            wake: page.wake(),
             push_offset: regions.push_offset(),
             push_slot_bytes: regions.push_slot_bytes,
             inband_offset: regions.inband_offset(),
@@ -368,8 +432,8 @@ impl Lane {
             staging_part_bytes: regions.staging_part_bytes,
             ..ControlBlock::default()
         };
-        for (place, window) in block.window.iter_mut().zip(windows) {
-            *place = window.start();
+        for (rank, place) in (0_u32..).zip(&mut block.window) {
+            *place = windows.get(&rank).map_or(0, |window| window.start());
         }
         let mut owner = locked(&self.anchor.owner);
         let start = self.anchor.memory.start();
@@ -424,26 +488,31 @@ impl Lane {
             memory.start() + len_bytes.next_multiple_of(256),
         );
         let mut found = vec![0; own.len()];
-        for algorithm in [
-            Algorithm::OneShotPush,
-            Algorithm::OneShotPullInband,
-            Algorithm::TwoShotPush,
-            Algorithm::TwoShotPullInband,
-        ] {
-            let plan = LanePlan {
-                algorithm,
-                blocks: TEST_SHAPE.blocks,
-                data_threads: TEST_SHAPE.data_threads,
-                launch_elems: TEST_ELEMS as u64,
-            };
-            let tensors = Tensors {
-                src,
-                dst,
-                num_elems: TEST_ELEMS as u64,
-                dtype: Dtype::F32,
-                op: Op::Sum,
-            };
-            let stream_handle = StreamHandle::from_raw(stream.raw().cast());
+        let algorithms: &[Algorithm] = match self.way {
+            Way::Delegated => &[
+                Algorithm::OneShotPush,
+                Algorithm::OneShotPullInband,
+                Algorithm::TwoShotPush,
+                Algorithm::TwoShotPullInband,
+            ],
+            Way::Resident(_) => &[Algorithm::OneShotPullInband],
+        };
+        let tensors = Tensors {
+            src,
+            dst,
+            num_elems: TEST_ELEMS as u64,
+            dtype: Dtype::F32,
+            op: Op::Sum,
+        };
+        let stream_handle = StreamHandle::from_raw(stream.raw().cast());
+        let plan_of = |algorithm| LanePlan {
+            algorithm,
+            blocks: TEST_SHAPE.blocks,
+            data_threads: TEST_SHAPE.data_threads,
+            launch_elems: TEST_ELEMS as u64,
+        };
+        for algorithm in algorithms.iter().copied() {
+            let plan = plan_of(algorithm);
             // SAFETY: src and dst are of the memory above, used on this stream alone, which is of the lane's context.
             unsafe {
                 stream.upload(src, &own).map_err(text)?;
@@ -461,6 +530,28 @@ impl Lane {
                 let wrong = wrong.filter(|(found, expected)| found != expected).count();
                 return Err(format!(
                     "the test with {algorithm}: {wrong} of {TEST_ELEMS} sums are wrong"
+                ));
+            }
+        }
+        if let Way::Resident(_) = self.way {
+            // Behind each other on the stream, so that how the ranks' hosts are scheduled does not count; twice, since the
+            // first waits for the last rank.
+            let mut fastest = Duration::MAX;
+            for _ in 0..2 {
+                let started = Instant::now();
+                for _ in 0..RINGS {
+                    let plan = plan_of(Algorithm::OneShotPullInband);
+                    // SAFETY: as above.
+                    unsafe { self.launch(stream_handle, tensors, &plan) }
+                        .map_err(|error| error.to_string())?;
+                }
+                stream.synchronize().map_err(text)?;
+                fastest = fastest.min(started.elapsed() / RINGS);
+            }
+            if fastest > RING_LIMIT {
+                return Err(format!(
+                    "ringing the executor's kernel takes {} us: the GPU is not shared by one MPS server, and processes take turns on it",
+                    fastest.as_micros()
                 ));
             }
         }
@@ -520,6 +611,12 @@ impl Lane {
         let entered = self.context.enter().map_err(AllReduceError::Cuda)?;
         // SAFETY: the caller's; earlier streams live until they are closed (all_reduce_on says so).
         let captured = unsafe { self.order(&mut last, stream) }.map_err(AllReduceError::Cuda)?;
+        if let Way::Resident(bell) = self.way {
+            // SAFETY: the caller's.
+            unsafe { self.ring(&entered, stream, tensors, plan, &bell) }?;
+            *last = LastUse::Stream { stream, captured };
+            return Ok(());
+        }
         let mut first = 0;
         loop {
             let count = plan.launch_elems.max(1).min(num_elems - first);
@@ -550,6 +647,80 @@ impl Lane {
                 LaunchError::NoKernel { .. } => AllReduceError::NotLaunched(error.to_string()),
             })?;
             *last = LastUse::Stream { stream, captured };
+            first += count;
+            if first >= num_elems {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Lane `resident`: rings, once for each piece; tensors outside of the arena are copied to where the executor's
+    /// kernel can read them, and from there.
+    ///
+    /// # Safety
+    /// As [`Self::launch`].
+    unsafe fn ring(
+        &self,
+        entered: &Entered<'_>,
+        stream: StreamHandle,
+        tensors: Tensors,
+        plan: &LanePlan,
+        bell: &Bell,
+    ) -> Result<(), AllReduceError> {
+        let Tensors {
+            src,
+            dst,
+            num_elems,
+            dtype,
+            op,
+        } = tensors;
+        let (Some(dtype_code), Some(op_code)) = (dtype_code(dtype), op_code(op)) else {
+            return Err(AllReduceError::NoKernel { dtype, op });
+        };
+        let elem_bytes = dtype.size_bytes() as u64;
+        let (staging, staging_len_bytes) = bell.staging;
+        let half = staging_len_bytes / 2;
+        let most = plan.launch_elems.min(half / elem_bytes).max(1);
+        let mut first = 0;
+        loop {
+            let count = most.min(num_elems - first);
+            let len_bytes = count * elem_bytes;
+            let (src, dst) = (src + first * elem_bytes, dst + first * elem_bytes);
+            let staged = |offset_bytes| RingPlace {
+                memory: RING_STAGING,
+                offset_bytes,
+            };
+            let (src_place, dst_place) = (bell.place(src, len_bytes), bell.place(dst, len_bytes));
+            let rung_dst = dst_place.map_or(staging + half, |_| dst);
+            let ring = RingLaunch {
+                control: self.anchor.memory.start(),
+                dst: rung_dst,
+                command: command(
+                    dtype_code,
+                    op_code,
+                    src_place.unwrap_or_else(|| staged(0)),
+                    dst_place.unwrap_or_else(|| staged(half)),
+                    // A piece fits a slot.
+                    u32::try_from(count).unwrap_or(u32::MAX),
+                ),
+                blocks: bell.blocks,
+                reserved: 0,
+            };
+            // SAFETY: the caller's for stream and tensors; the staging region is this rank's, and used in the order of
+            // its calls; the control block lives for ever, and the window while it names it (close).
+            unsafe {
+                if src_place.is_none() {
+                    copy(entered, stream.raw(), staging, src, len_bytes)
+                        .map_err(AllReduceError::Cuda)?;
+                }
+                self.kernels
+                    .launch_ring(entered, stream.raw(), ring)
+                    .map_err(AllReduceError::Cuda)?;
+                if dst_place.is_none() {
+                    copy(entered, stream.raw(), dst, rung_dst, len_bytes)
+                        .map_err(AllReduceError::Cuda)?;
+                }
+            }
             first += count;
             if first >= num_elems {
                 return Ok(());
@@ -629,11 +800,9 @@ impl Lane {
             epoch: 0,
             sequence: 0,
         };
-        if let Some(window) = opened.windows.get(self.rank as usize) {
-            // SYNC: abort, in the executor's place.
-            // SAFETY: the window is mapped; its first word is its abort word, which anybody may set at any time.
-            unsafe { stream.upload(window.start(), &abort.to_word().to_le_bytes()) }?;
-        }
+        // SYNC: abort, in the executor's place.
+        // SAFETY: the window is mapped; its first word is its abort word, which anybody may set at any time.
+        unsafe { stream.upload(opened.window.start(), &abort.to_word().to_le_bytes()) }?;
         let owner = locked(&self.anchor.owner);
         if *owner == self.session {
             let at = self.anchor.memory.start() + offset_of!(ControlBlock, failed) as u64;

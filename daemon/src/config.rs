@@ -177,6 +177,12 @@ pub struct CudaConfig {
     /// Where kernels compiled at run time are kept; empty takes /var/cache/allreduced for root, else
     /// allreduced in XDG_CACHE_HOME or ~/.cache.
     pub kernel_cache_dir: PathBuf,
+    /// Blocks that a kernel which stays on a GPU (lane resident) has for each rank there; 0 refuses the lane.
+    pub resident_blocks: u32,
+    /// After how many microseconds without a reduction it parks, and takes nothing from the GPU.
+    pub resident_idle_us: u32,
+    /// How often the executor looks whether a parked one is wanted, microseconds.
+    pub resident_wake_poll_us: u32,
     /// How long opening a device, compiling, allocating or testing may take before the executor is given up.
     pub setup_timeout_ms: u32,
 }
@@ -192,6 +198,9 @@ impl Default for CudaConfig {
             use_nvrtc: false,
             nvrtc_dir: PathBuf::new(),
             kernel_cache_dir: PathBuf::new(),
+            resident_blocks: 6,
+            resident_idle_us: 200,
+            resident_wake_poll_us: 20,
             setup_timeout_ms: 120_000,
         }
     }

@@ -6,7 +6,9 @@
 //! the communicator (each reduction) and the executor (the lane, at join). Refuses to look at a
 //! machine: what it needs to know comes in [`PlanRequest`].
 
-use allreduce_contract::kernel::{self, Instance, MAX_BLOCKS, MAX_PACKS, PACK_BYTES};
+use allreduce_contract::kernel::{
+    self, Instance, MAX_BLOCKS, MAX_PACKS, MAX_RING_BLOCKS, PACK_BYTES,
+};
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, WorldSize};
 
 /// What is to be reduced, and with what.
@@ -50,8 +52,38 @@ pub(crate) struct GpuLimits {
     pub inband_part_bytes: u64,
     /// Bytes of a staging part.
     pub staging_part_bytes: u64,
+    /// The kernel that stays, for each rank; none if it is not configured, or would not fit twice.
+    pub resident: Option<ResidentBlocks>,
     /// Whether the executor and the ranks of each GPU that several ranks are on are clients of MPS.
     pub shared_by_mps: bool,
+}
+
+/// What a kernel that stays has for each rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ResidentBlocks {
+    /// Blocks.
+    pub blocks: u32,
+    /// Data threads of each.
+    pub data_threads: u32,
+}
+
+/// Data threads of a block of the kernel that stays: 43,008 bytes are a pack for each thread of 6 blocks.
+const RESIDENT_THREADS: u32 = 448;
+
+/// The kernel that stays, with the blocks asked for, where a GPU that `ranks` ranks are on holds `staying_blocks` of it
+/// at once: twice, since one launch takes over from the other.
+pub(crate) fn resident_blocks(
+    instance: Instance,
+    asked: u32,
+    ranks: u32,
+    staying_blocks: u32,
+) -> Option<ResidentBlocks> {
+    let fits = staying_blocks / ranks.max(1) / 2;
+    let blocks = asked.min(fits).min(MAX_RING_BLOCKS);
+    (blocks > 0).then(|| ResidentBlocks {
+        blocks,
+        data_threads: RESIDENT_THREADS.min(instance.max_data_threads()),
+    })
 }
 
 /// How it is reduced.
@@ -139,13 +171,22 @@ pub(crate) enum Refusal {
     },
     /// Kernels of several processes on one GPU, which wait for each other, would take turns.
     #[error(
-        "lane {lane} needs MPS: {ranks} ranks share a GPU, and their kernels, which wait for each other, would take turns; start nvidia-cuda-mps-control -d as the user of daemon and workers, with one CUDA_MPS_PIPE_DIRECTORY for all, then restart them"
+        "lane {lane} needs MPS: kernels of several processes on one GPU, which wait for each other, would take turns; start nvidia-cuda-mps-control -d as the user of daemon and workers, with one CUDA_MPS_PIPE_DIRECTORY for all, then restart them"
     )]
     NeedsMps {
         /// The lane asked for.
         lane: Lane,
-        /// Most ranks on one GPU.
-        ranks: u32,
+    },
+    /// No kernel may stay.
+    #[error(
+        "lane resident has no blocks: cuda.resident_blocks is 0, or more than the GPU holds twice"
+    )]
+    NoResident,
+    /// The kernel that stays has another algorithm.
+    #[error("the kernel that stays has no {algorithm}, only one_shot_pull_inband")]
+    NotResident {
+        /// The one asked for.
+        algorithm: Algorithm,
     },
     /// The ranks ask for different lanes.
     #[error("no lane is named by every rank that names any: have all ranks name the same, or none")]
@@ -244,8 +285,9 @@ fn plan_cuda(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
     let ranks = limits.ranks_per_gpu.max(1);
     // Where ranks launch, a call's blocks are resident while those of the one before finish.
     let calls_at_once = match lane {
-        Lane::Rpc | Lane::Resident => 1,
+        Lane::Rpc => 1,
         Lane::Delegated => 2,
+        Lane::Resident => return plan_resident(request, &limits),
     };
     let most_blocks = (limits.resident_blocks / ranks / calls_at_once).min(MAX_BLOCKS);
     if most_blocks == 0 {
@@ -282,6 +324,27 @@ fn plan_cuda(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
             blocks,
             data_threads,
             launch_elems: launch_packs * pack_elems,
+        },
+    })
+}
+
+/// The kernel that stays has one algorithm and one shape.
+fn plan_resident(request: &PlanRequest, limits: &GpuLimits) -> Result<Plan, Refusal> {
+    let only = Algorithm::OneShotPullInband;
+    if let Some(algorithm) = request.algorithm.filter(|asked| *asked != only) {
+        return Err(Refusal::NotResident { algorithm });
+    }
+    let ResidentBlocks {
+        blocks,
+        data_threads,
+    } = limits.resident.ok_or(Refusal::NoResident)?;
+    Ok(Plan {
+        algorithm: only,
+        shape: Shape::Cuda {
+            blocks,
+            data_threads,
+            launch_elems: (limits.inband_part_bytes / PACK_BYTES).clamp(1, MAX_PACKS)
+                * (PACK_BYTES / request.dtype.size_bytes() as u64),
         },
     })
 }
@@ -346,16 +409,12 @@ fn cuda_shape(instance: Instance, most_blocks: u32, packs: u64) -> (u32, u32) {
 /// Whether a backend has a lane at all; whether these ranks can have it, [`choose_lane`] finds out.
 fn check_lane(backend: Backend, lane: Lane) -> Result<(), Refusal> {
     match (backend, lane) {
-        (Backend::Host | Backend::Cuda, Lane::Rpc) | (Backend::Cuda, Lane::Delegated) => Ok(()),
+        (Backend::Host, Lane::Rpc)
+        | (Backend::Cuda, Lane::Rpc | Lane::Delegated | Lane::Resident) => Ok(()),
         (Backend::Host, Lane::Resident | Lane::Delegated) => Err(Refusal::NoSuchLane {
             lane,
             backend,
             available: "rpc",
-        }),
-        (Backend::Cuda, Lane::Resident) => Err(Refusal::NoSuchLane {
-            lane,
-            backend,
-            available: "delegated, rpc",
         }),
     }
 }
@@ -364,13 +423,17 @@ fn check_lane(backend: Backend, lane: Lane) -> Result<(), Refusal> {
 fn check_lane_here(backend: Backend, lane: Lane, gpus: Option<&GpuLimits>) -> Result<(), Refusal> {
     check_lane(backend, lane)?;
     match (backend, lane, gpus) {
-        (Backend::Cuda, Lane::Delegated | Lane::Resident, Some(limits))
+        // The ranks' kernels wait for each other; and the ranks' for the executor's.
+        (Backend::Cuda, Lane::Delegated, Some(limits))
             if limits.ranks_per_gpu > 1 && !limits.shared_by_mps =>
         {
-            Err(Refusal::NeedsMps {
-                lane,
-                ranks: limits.ranks_per_gpu,
-            })
+            Err(Refusal::NeedsMps { lane })
+        }
+        (Backend::Cuda, Lane::Resident, Some(limits)) if !limits.shared_by_mps => {
+            Err(Refusal::NeedsMps { lane })
+        }
+        (Backend::Cuda, Lane::Resident, Some(limits)) if limits.resident.is_none() => {
+            Err(Refusal::NoResident)
         }
         (Backend::Cuda, Lane::Delegated | Lane::Resident, None) => Err(Refusal::NotTested),
         (Backend::Host | Backend::Cuda, Lane::Rpc | Lane::Delegated | Lane::Resident, _) => Ok(()),
@@ -407,7 +470,7 @@ pub(crate) fn check_wanted_lanes(backend: Backend, wanted: &[Lane]) -> Result<()
 }
 
 /// The lanes that `auto` looks at, best first.
-const AUTO_LANES: [Lane; 3] = [Lane::Resident, Lane::Delegated, Lane::Rpc];
+const AUTO_LANES: [Lane; 3] = [Lane::Delegated, Lane::Resident, Lane::Rpc];
 
 /// Chooses the lane of all ranks: the first that each of them names or leaves open, in the order of the first rank
 /// that names any, and that can be had. `wanted`: by rank, what it can use, best first; empty leaves it open.
@@ -512,6 +575,10 @@ mod tests {
                     push_slot_bytes: 1024 * push,
                     inband_part_bytes: 1024 * inband,
                     staging_part_bytes: 1024 * staging,
+                    resident: (resident_blocks > 300).then_some(ResidentBlocks {
+                        blocks: 6,
+                        data_threads: 160,
+                    }),
                     shared_by_mps,
                 },
             )

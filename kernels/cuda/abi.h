@@ -27,7 +27,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr u32 ABI_VERSION = 1;
+constexpr u32 ABI_VERSION = 2;
 constexpr u32 MAX_WORLD_SIZE = 16;
 // Upper bound of gridDim.x, the blocks of one rank; the flag arrays of a window have this many rows.
 constexpr u32 MAX_BLOCKS = 128;
@@ -155,13 +155,15 @@ struct Control {
     u64 staging_offset;
     u64 staging_part_bytes;
     u32 failed;      // set by the device: a call of this epoch failed here, later ones touch no window
-    u32 reserved0[11];
+    u32 reserved0;
+    u64 wake;        // lane resident, the rank's: address of the wake word in host-mapped memory
+    u32 reserved1[8];
     u64 window[MAX_WORLD_SIZE];  // base of each rank's window, as mapped in this process
     u64 arena[MAX_WORLD_SIZE];   // base of each rank's arena, likewise; direct sources are relative to it
 
     // From here on owned by the device; zeroed by the host when an epoch begins.
     u32 abandoned[2];        // blocks that have failed and seen all others finish, by sequence parity
-    u32 reserved1[30];
+    u32 reserved2[30];
     BlockState blocks[MAX_BLOCKS];
 };
 constexpr u32 CONTROL_COPY_BYTES = 384;  // what a call reads, most of it: all before `abandoned`
@@ -169,6 +171,7 @@ static_assert(sizeof(Control) == 2560, "ABI");
 static_assert(AR_OFFSETOF(Control, timeout_ns) == 16, "ABI");
 static_assert(AR_OFFSETOF(Control, push_offset) == 32, "ABI");
 static_assert(AR_OFFSETOF(Control, failed) == 80, "ABI");
+static_assert(AR_OFFSETOF(Control, wake) == 88, "ABI");
 static_assert(AR_OFFSETOF(Control, window) == 128, "ABI");
 static_assert(AR_OFFSETOF(Control, arena) == 256, "ABI");
 static_assert(AR_OFFSETOF(Control, abandoned) == CONTROL_COPY_BYTES, "ABI");
@@ -210,6 +213,73 @@ static_assert(AR_OFFSETOF(Signal, header) == 128, "ABI");
 static_assert(AR_OFFSETOF(Signal, ready) == 1152, "ABI");
 static_assert(AR_OFFSETOF(Signal, done) == 9344, "ABI");
 static_assert(sizeof(Signal) == 17536 && sizeof(Signal) <= SIGNAL_BYTES, "ABI");
+
+// Lane resident: a kernel of the executor that stays, rung by a kernel of the rank through the rank's window.
+// kernels/README.md, "The resident kernel", has the protocol.
+
+// Most blocks that a resident kernel has for a rank: a lane of the ringing warp looks after each.
+constexpr u32 MAX_RING_BLOCKS = 32;
+// Memories of a rank that a resident kernel may be told to read and write.
+constexpr u32 MAX_RING_BUFFERS = 64;
+// Words of a command, by index:
+//   0  dtype | op << 8 | source's memory << 16 | destination's memory << 24
+//   1  num_elems
+//   2, 3  byte offset of the source in its memory, low and high half
+//   4, 5  byte offset of the destination
+constexpr u32 COMMAND_WORDS = 6;
+
+// In the rank's window at RING_OFFSET; the rank's process has it mapped.
+struct Ring {
+    u64 command[8];  // sequence << 32 | word, each by itself; COMMAND_WORDS of them
+    u64 reserved[8];
+    u32 done[MAX_RING_BLOCKS];    // by block: the sequence, modulo 2^31, | RING_FAILED
+    u32 parked[MAX_RING_BLOCKS];  // by block: 0, or, as it is about to end, the launch that the next command needs
+};
+constexpr u64 RING_OFFSET = 24576;
+constexpr u32 RING_FAILED = 1u << 31;
+static_assert(sizeof(Ring) == 384 && RING_OFFSET >= sizeof(Signal) && RING_OFFSET + sizeof(Ring) <= SIGNAL_BYTES, "ABI");
+static_assert(AR_OFFSETOF(Ring, done) == 128, "ABI");
+static_assert(AR_OFFSETOF(Ring, parked) == 256, "ABI");
+
+// A memory, as the executor has it mapped. Offsets of a command must lie inside.
+struct RingBuffer {
+    u64 start;
+    u64 len_bytes;
+};
+
+// What a rank's blocks of resident kernels leave for the next, and what the executor tells them. The executor's alone.
+struct ResidentState {
+    u32 exited[MAX_RING_BLOCKS];  // by block: the last launch of which it has ended
+    u32 stop;                     // launches up to this one end as soon as no command is there
+    u32 reserved[31];
+    RingBuffer buffers[MAX_RING_BUFFERS];
+};
+static_assert(sizeof(ResidentState) == 1280, "ABI");
+static_assert(AR_OFFSETOF(ResidentState, stop) == 128, "ABI");
+static_assert(AR_OFFSETOF(ResidentState, buffers) == 256, "ABI");
+
+struct ResidentRank {
+    u64 control;  // of the executor
+    u64 state;    // ResidentState
+};
+// The parameter of a resident kernel. blockIdx.y selects the rank.
+struct ResidentLaunch {
+    u32 launch;   // counts from 1 in the epoch
+    u32 reserved;
+    u64 idle_ns;  // a block ends when no command has come for so long
+    ResidentRank ranks[MAX_WORLD_SIZE];
+};
+static_assert(sizeof(ResidentLaunch) == 272, "ABI");
+
+// The parameter of the kernel that rings: one warp of the rank.
+struct RingLaunch {
+    u64 control;  // the rank's own
+    u64 dst;      // the destination in the rank's process, for NaN if the reduction fails
+    u32 command[COMMAND_WORDS];
+    u32 blocks;   // of the resident kernel, for this rank
+    u32 reserved;
+};
+static_assert(sizeof(RingLaunch) == 48, "ABI");
 
 // The word that marks "not yet arrived" in the push and inband regions.
 constexpr u32 EMPTY_WORD = 0xffffffffu;

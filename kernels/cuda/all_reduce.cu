@@ -3,6 +3,7 @@
 // World: n2, n4, n8 for exactly that many ranks; w4, w8, w16 for any number up to that. Take n<N> where
 // it exists, else the smallest w. One parameter, a Launch by value. Launch shape, limits and guarantees:
 // one_shot.cuh, two_shot.cuh. Dynamic shared memory: 0.
+#include "resident.cuh"
 #include "two_shot.cuh"
 
 #if AR_CUDA
@@ -91,6 +92,44 @@
 #define AR_BF16(ALGORITHM)
 #endif
 #define AR_DTYPES(ALGORITHM) AR_F32(ALGORITHM) AR_F16(ALGORITHM) AR_BF16(ALGORITHM)
+
+// allreduced_resident_<world> and allreduced_ring: see resident.cuh.
+#define AR_RESIDENT(WORLD, W, EXACT)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(allreduced::MAX_DATA_THREADS<W> + allreduced::SERVICE_THREADS, 1)     \
+        allreduced_resident_##WORLD(const __grid_constant__ allreduced::ResidentLaunch launch) {                       \
+        __shared__ allreduced::Shared shared;                                                                          \
+        __shared__ allreduced::Bell bell;                                                                              \
+        allreduced::resident<W, EXACT>(&shared, &bell, launch);                                                        \
+    }
+#if AR_WANTED_WORLDS & 1
+AR_RESIDENT(n2, 2, true)
+#endif
+#if AR_WANTED_WORLDS & 2
+AR_RESIDENT(n4, 4, true)
+#endif
+#if AR_WANTED_WORLDS & 4
+AR_RESIDENT(n8, 8, true)
+#endif
+#if AR_WANTED_WORLDS & 8
+AR_RESIDENT(w4, 4, false)
+#endif
+#if AR_WANTED_WORLDS & 16
+AR_RESIDENT(w8, 8, false)
+#endif
+#if AR_WANTED_WORLDS & 32
+AR_RESIDENT(w16, 16, false)
+#endif
+extern "C" __global__ void __launch_bounds__(allreduced::SERVICE_THREADS) allreduced_ring(const __grid_constant__ allreduced::RingLaunch launch) {
+    allreduced::ring(launch);
+}
+
+// For benches: a kernel of the worker's that takes about `ns`.
+extern "C" __global__ void __launch_bounds__(32) allreduced_pause(const unsigned long long ns) {
+    allreduced::wait_for_previous_kernel();
+    const unsigned long long start = allreduced::now_ns();
+    while (allreduced::now_ns() - start < ns) {
+    }
+}
 
 #if defined(AR_TRACE)
 AR_WORLDS(one_shot_push, bf16, BF16)

@@ -234,6 +234,27 @@ AR_DEV u32 ld_finished_u32(u64 a) {
     return v;
 }
 
+// The bell and the word that says that a block is about to end: whoever writes one and then reads the other, on both
+// sides, cannot both miss what the other wrote (Dekker). On the GPU by a fence between; in the harness the four
+// accesses are sequentially consistent.
+AR_DEV void st_bell_u64(u64 a, u64 v) { st_relaxed_u64(a, v); }
+AR_DEV u64 ld_bell_u64(u64 a) { return ld_acquire_u64(a); }
+AR_DEV void st_parked_u32(u64 a, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(a), "r"(v) : "memory"); }
+AR_DEV u32 ld_parked_u32(u64 a) { return ld_relaxed_u32(a); }
+// To host memory, for the executor's processor.
+AR_DEV void st_wake_u32(u64 a, u32 v) { st_parked_u32(a, v); }
+AR_DEV void bell_fence() { asm volatile("fence.sc.sys;" ::: "memory"); }
+// Whether all of the service threads, all of which call it, say so.
+AR_DEV bool service_all(bool v) { return __all_sync(0xffffffffu, v) != 0; }
+AR_DEV u32 service_max(u32 v) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(0xffffffffu, v);
+#else
+    return v;
+#endif
+}
+AR_DEV void service_sync() { __syncwarp(); }
+
 #endif  // AR_CUDA
 
 #if AR_CUDA && defined(AR_TRACE)

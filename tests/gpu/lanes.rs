@@ -1,4 +1,5 @@
-//! Lane `delegated`: ranks that are processes launch the kernels themselves, also inside of graphs.
+//! Lanes `delegated` and `resident`: ranks that are processes launch the kernels themselves, or ring the executor's, also
+//! inside of graphs.
 
 use crate::harness::raw::{executor_pid, info};
 use crate::harness::worker::Worker;
@@ -11,14 +12,11 @@ use allreduce_client::{
 use allreduced::private::PrivateDaemon;
 use nix::sys::signal::Signal;
 
-/// The GPUs, if `ranks` of them can have the lane: no two on one GPU, or MPS.
-fn gpus_for(ranks: usize) -> Option<(crate::harness::Watchdog, Vec<Device>)> {
+/// The GPUs, if they can have the lanes: with MPS.
+fn gpus_with_mps() -> Option<(crate::harness::Watchdog, Vec<Device>)> {
     let (watchdog, devices) = gpus()?;
-    if devices.len() < ranks && !devices.iter().all(Device::has_mps) {
-        println!(
-            "skipped: {ranks} ranks on {} GPUs, and no MPS",
-            devices.len()
-        );
+    if !devices.iter().all(Device::has_mps) {
+        println!("skipped: no MPS");
         return None;
     }
     Some((watchdog, devices))
@@ -34,17 +32,17 @@ fn ask_all(workers: &mut [Worker], what: &str) -> Vec<String> {
         .collect()
 }
 
-fn join_all(workers: &mut [Worker]) {
-    for answer in ask_all(workers, "join delegated") {
+fn join_all(workers: &mut [Worker], lane: Lane) {
+    for answer in ask_all(workers, &format!("join {lane}")) {
         assert!(answer.starts_with("joined "), "{answer}");
     }
 }
 
-fn start(daemon: &PrivateDaemon, name: &str, ranks: u32) -> Vec<Worker> {
+fn start(daemon: &PrivateDaemon, name: &str, ranks: u32, lane: Lane) -> Vec<Worker> {
     let mut workers: Vec<Worker> = (0..ranks)
         .map(|rank| Worker::start(daemon.socket(), name, rank, ranks))
         .collect();
-    join_all(&mut workers);
+    join_all(&mut workers, lane);
     workers
 }
 
@@ -62,14 +60,10 @@ fn replay_well(workers: &mut [Worker], times: u32) {
     all_answer(workers, "check", "well");
 }
 
-#[test]
-fn delegated_graphs_are_right_however_often_and_beside_eager_calls() {
-    let Some((_watchdog, _)) = gpus_for(3) else {
-        return;
-    };
+fn graphs_are_right_however_often_and_beside_eager_calls(lane: Lane) {
     let daemon = daemon(&[]);
     for ranks in [1, 2, 3] {
-        let mut workers = start(&daemon, &format!("graphs{ranks}"), ranks);
+        let mut workers = start(&daemon, &format!("graphs{ranks}"), ranks, lane);
         all_answer(&mut workers, "capture", "captured");
         replay_well(&mut workers, 1);
         replay_well(&mut workers, 20);
@@ -79,15 +73,27 @@ fn delegated_graphs_are_right_however_often_and_beside_eager_calls() {
     }
 }
 
-/// A rank that is stopped while the others replay: NaN, the rank is named, later replays return; and the same graph is
-/// right again once the communicator has formed anew.
 #[test]
-fn a_rank_that_stops_ends_a_replay_and_the_graph_outlives_it() {
-    let Some((_watchdog, _)) = gpus_for(2) else {
+fn graphs_are_right_however_often_and_beside_eager_calls_delegated() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
         return;
     };
+    graphs_are_right_however_often_and_beside_eager_calls(Lane::Delegated);
+}
+
+#[test]
+fn graphs_are_right_however_often_and_beside_eager_calls_resident() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    graphs_are_right_however_often_and_beside_eager_calls(Lane::Resident);
+}
+
+/// A rank that is stopped while the others replay: NaN, the rank is named, later replays return; and the same graph is
+/// right again once the communicator has formed anew.
+fn a_rank_that_stops_ends_a_replay_and_the_graph_outlives_it(lane: Lane) {
     let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "1000")]);
-    let mut workers = start(&daemon, "stops", 2);
+    let mut workers = start(&daemon, "stops", 2, lane);
     all_answer(&mut workers, "capture", "captured");
     replay_well(&mut workers, 3);
     workers[1].signal(Signal::SIGSTOP);
@@ -105,18 +111,30 @@ fn a_rank_that_stops_ends_a_replay_and_the_graph_outlives_it() {
     assert_eq!(survivor.ask("sync"), "synced");
     assert_eq!(survivor.ask("found"), "nan");
     workers[1].signal(Signal::SIGCONT);
-    join_all(&mut workers);
+    join_all(&mut workers, lane);
     replay_well(&mut workers, 5);
 }
 
-/// A rank that dies between replays.
 #[test]
-fn a_rank_that_dies_ends_a_replay_and_the_graph_outlives_it() {
-    let Some((_watchdog, _)) = gpus_for(2) else {
+fn a_rank_that_stops_ends_a_replay_and_the_graph_outlives_it_delegated() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
         return;
     };
+    a_rank_that_stops_ends_a_replay_and_the_graph_outlives_it(Lane::Delegated);
+}
+
+#[test]
+fn a_rank_that_stops_ends_a_replay_and_the_graph_outlives_it_resident() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    a_rank_that_stops_ends_a_replay_and_the_graph_outlives_it(Lane::Resident);
+}
+
+/// A rank that dies between replays.
+fn a_rank_that_dies_ends_a_replay_and_the_graph_outlives_it(lane: Lane) {
     let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "600000")]);
-    let mut workers = start(&daemon, "dies", 2);
+    let mut workers = start(&daemon, "dies", 2, lane);
     all_answer(&mut workers, "capture", "captured");
     replay_well(&mut workers, 3);
     // The survivor's replay waits for a rank that never comes.
@@ -130,23 +148,43 @@ fn a_rank_that_dies_ends_a_replay_and_the_graph_outlives_it() {
         "{told}"
     );
     workers[1] = Worker::start(daemon.socket(), "dies", 1, 2);
-    join_all(&mut workers);
+    join_all(&mut workers, lane);
     assert_eq!(workers[1].ask("capture"), "captured");
     replay_well(&mut workers, 5);
 }
 
 #[test]
-fn an_executor_that_dies_ends_a_replay_and_the_graph_outlives_it() {
-    let Some((_watchdog, _)) = gpus_for(2) else {
+fn a_rank_that_dies_ends_a_replay_and_the_graph_outlives_it_delegated() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
         return;
     };
+    a_rank_that_dies_ends_a_replay_and_the_graph_outlives_it(Lane::Delegated);
+}
+
+#[test]
+fn a_rank_that_dies_ends_a_replay_and_the_graph_outlives_it_resident() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    a_rank_that_dies_ends_a_replay_and_the_graph_outlives_it(Lane::Resident);
+}
+
+fn an_executor_that_dies_ends_a_replay_and_the_graph_outlives_it(lane: Lane) {
     let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "600000")]);
-    let mut workers = start(&daemon, "executor", 2);
+    let mut workers = start(&daemon, "executor", 2, lane);
     all_answer(&mut workers, "capture", "captured");
     replay_well(&mut workers, 3);
-    assert_eq!(workers[0].ask("replay 3"), "replayed");
     let pid = executor_pid(daemon.socket(), "executor");
-    send_signal(pid, Signal::SIGKILL);
+    if lane == Lane::Delegated {
+        assert_eq!(workers[0].ask("replay 3"), "replayed");
+        send_signal(pid, Signal::SIGKILL);
+    } else {
+        // Its kernel has parked: MPS takes down all clients of a GPU with one that is killed while its kernel runs.
+        assert_eq!(workers[0].ask("disarm"), "done");
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        send_signal(pid, Signal::SIGKILL);
+        assert_eq!(workers[0].ask("replay 3"), "replayed");
+    }
     assert_eq!(workers[0].ask("sync"), "synced");
     assert_eq!(workers[0].ask("found"), "nan");
     for worker in &mut workers {
@@ -160,17 +198,29 @@ fn an_executor_that_dies_ends_a_replay_and_the_graph_outlives_it() {
         let info = info(daemon.socket(), "executor")?;
         (info.executor_pid != 0 && info.executor_pid != pid).then_some(())
     });
-    join_all(&mut workers);
+    join_all(&mut workers, lane);
     replay_well(&mut workers, 5);
 }
 
 #[test]
-fn ranks_that_disagree_get_no_sums() {
-    let Some((_watchdog, _)) = gpus_for(2) else {
+fn an_executor_that_dies_ends_a_replay_and_the_graph_outlives_it_delegated() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
         return;
     };
+    an_executor_that_dies_ends_a_replay_and_the_graph_outlives_it(Lane::Delegated);
+}
+
+#[test]
+fn an_executor_that_dies_ends_a_replay_and_the_graph_outlives_it_resident() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    an_executor_that_dies_ends_a_replay_and_the_graph_outlives_it(Lane::Resident);
+}
+
+fn ranks_that_disagree_get_no_sums(lane: Lane) {
     let daemon = daemon(&[]);
-    let mut workers = start(&daemon, "disagree", 2);
+    let mut workers = start(&daemon, "disagree", 2, lane);
     assert_eq!(workers[0].ask("call-elems 64"), "called");
     assert_eq!(workers[1].ask("call-elems 65"), "called");
     all_answer(&mut workers, "sync", "synced");
@@ -179,23 +229,55 @@ fn ranks_that_disagree_get_no_sums() {
         assert!(told.contains("over"), "{told}");
         assert!(told.contains("ran another reduction"), "{told}");
     }
-    join_all(&mut workers);
+    join_all(&mut workers, lane);
     all_answer(&mut workers, "call-elems 64", "called");
     all_answer(&mut workers, "sync", "synced");
     all_answer(&mut workers, "check", "well");
 }
 
-/// Joining another communicator, with all that its threads do, while a stream is captured in the mode that fails on any
-/// call that could disturb it.
 #[test]
-fn a_capture_survives_a_join_in_another_thread() {
-    let Some((_watchdog, _)) = gpus_for(2) else {
+fn ranks_that_disagree_get_no_sums_delegated() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
         return;
     };
+    ranks_that_disagree_get_no_sums(Lane::Delegated);
+}
+
+#[test]
+fn ranks_that_disagree_get_no_sums_resident() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    ranks_that_disagree_get_no_sums(Lane::Resident);
+}
+
+/// Joining another communicator, with all that its threads do, while a stream is captured in the mode that fails on any
+/// call that could disturb it.
+fn a_capture_survives_a_join_in_another_thread(lane: Lane) {
     let daemon = daemon(&[]);
-    let mut workers = start(&daemon, "captures", 2);
-    all_answer(&mut workers, "join-while-capturing other", "captured");
+    let mut workers = start(&daemon, "captures", 2, lane);
+    all_answer(
+        &mut workers,
+        &format!("join-while-capturing other {lane}"),
+        "captured",
+    );
     replay_well(&mut workers, 2);
+}
+
+#[test]
+fn a_capture_survives_a_join_in_another_thread_delegated() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    a_capture_survives_a_join_in_another_thread(Lane::Delegated);
+}
+
+#[test]
+fn a_capture_survives_a_join_in_another_thread_resident() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    a_capture_survives_a_join_in_another_thread(Lane::Resident);
 }
 
 #[test]
@@ -271,19 +353,16 @@ fn without_mps_ranks_that_share_a_gpu_do_not_launch() {
 }
 
 /// Windows, handles and pages come and go with epochs.
-#[test]
-fn joining_and_leaving_costs_no_memory() {
-    let Some((_watchdog, devices)) = gpus_for(2) else {
-        return;
-    };
+fn joining_and_leaving_costs_no_memory(lane: Lane) {
+    let devices = allreduce_client::cuda::devices().unwrap();
     let daemon = daemon(&[]);
-    let mut workers = start(&daemon, "memory", 2);
+    let mut workers = start(&daemon, "memory", 2, lane);
     let device = gpu_of(&devices, 0);
     let context = allreduce_contract::cuda::Context::retain(device.clone()).unwrap();
     let mut before = None;
     for round in 0..6 {
         all_answer(&mut workers, "leave", "left");
-        join_all(&mut workers);
+        join_all(&mut workers, lane);
         let free = crate::cuda::free_bytes(&context);
         // Modules, heaps and the driver's own are there after the first rounds.
         if round == 2 {
@@ -296,4 +375,49 @@ fn joining_and_leaving_costs_no_memory() {
         lost < 8 << 20,
         "{lost} bytes of GPU memory did not come back"
     );
+}
+
+#[test]
+fn joining_and_leaving_costs_no_memory_delegated() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    joining_and_leaving_costs_no_memory(Lane::Delegated);
+}
+
+#[test]
+fn joining_and_leaving_costs_no_memory_resident() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    joining_and_leaving_costs_no_memory(Lane::Resident);
+}
+
+/// The kernel that stays parks when it is idle or told to, and the next ring wakes it, whatever else goes on.
+#[test]
+fn a_parked_kernel_is_woken_by_a_ring() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    let lane = Lane::Resident;
+    let daemon = daemon(&[]);
+    let mut workers = start(&daemon, "parks", 3, lane);
+    all_answer(&mut workers, "capture", "captured");
+    for round in 0..20 {
+        match round % 4 {
+            // Long enough to park.
+            0 => std::thread::sleep(std::time::Duration::from_millis(5)),
+            1 => assert_eq!(workers[round % 3].ask("disarm"), "done"),
+            2 => assert_eq!(workers[round % 3].ask("arm"), "done"),
+            _ => {}
+        }
+        all_answer(&mut workers, "replay 2", "replayed");
+        // In the middle of it.
+        assert_eq!(workers[round % 3].ask("disarm"), "done");
+        // The executor maps and unmaps memory, which would wait for a kernel that stays.
+        assert_eq!(workers[0].ask("register"), "done");
+        all_answer(&mut workers, "sync", "synced");
+        all_answer(&mut workers, "found", "right");
+        all_answer(&mut workers, "check", "well");
+    }
 }

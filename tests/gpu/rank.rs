@@ -99,6 +99,13 @@ impl Rank {
         }
     }
 
+    /// Has the executor map an allocation, and unmap it.
+    pub fn register_and_release(&self, at: u64) {
+        // SAFETY: the caller's memory is freed after the release has answered.
+        let buffer = unsafe { self.communicator.register_device(at) }.unwrap();
+        self.communicator.release_device(buffer).unwrap();
+    }
+
     /// Forgets the first stream.
     pub fn close_stream(&self) -> Result<(), AllReduceError> {
         let handle = StreamHandle::from_raw(self.stream().raw().cast());

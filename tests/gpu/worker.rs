@@ -6,7 +6,7 @@ use crate::harness::worker::{asked, describe, say};
 use crate::rank::{Rank, gpu_of, options};
 use allreduce_client::cuda::devices;
 use allreduce_client::{AllReduceOptions, Dtype, Lane, Op};
-use allreduce_contract::cuda::relax_capture_mode;
+use allreduce_contract::cuda::{DeviceMemory, relax_capture_mode};
 use std::time::Duration;
 
 /// Runs as a worker, and exits, if this process was started as one.
@@ -46,7 +46,20 @@ pub fn run_if_asked() {
                 }
                 Err(error) => say(&describe(&error)),
             },
-            (["join-while-capturing", name], Some(rank)) => {
+            (["arm"], Some(rank)) => {
+                rank.communicator.arm().unwrap();
+                say("done");
+            }
+            (["disarm"], Some(rank)) => {
+                rank.communicator.disarm().unwrap();
+                say("done");
+            }
+            (["register"], Some(rank)) => {
+                let memory = DeviceMemory::allocate(&rank.context, 4 << 20).unwrap();
+                rank.register_and_release(memory.start());
+                say("done");
+            }
+            (["join-while-capturing", name, lane], Some(rank)) => {
                 let begun = std::sync::Barrier::new(2);
                 let other = std::thread::scope(|scope| {
                     let joining = scope.spawn(|| {
@@ -54,7 +67,8 @@ pub fn run_if_asked() {
                         // For the test's own streams and memory; the client's threads see to theirs.
                         relax_capture_mode().unwrap();
                         let options = options(name, asked.rank, asked.world_size, device);
-                        Rank::join(&asked.socket, options.lanes([Lane::Delegated]), device)
+                        let lane: Lane = lane.parse().unwrap();
+                        Rank::join(&asked.socket, options.lanes([lane]), device)
                     });
                     rank.stream().synchronize().unwrap();
                     rank.stream().begin_capture().unwrap();

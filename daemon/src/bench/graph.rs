@@ -9,9 +9,11 @@ use crate::bench::peer::{PeerError, PeerReport};
 use crate::device;
 use crate::wire::print_line;
 use allreduce_client::blocking::{Client, Communicator};
-use allreduce_client::cuda::StreamHandle;
+use allreduce_client::cuda::{DeviceBuffer, StreamHandle};
 use allreduce_client::{AllReduceOptions, JoinOptions, bf16, f16};
 use allreduce_contract::cuda::{Context, DeviceMemory, Event, Stream, Unavailable};
+use allreduce_contract::kernel::{self, Instance};
+use allreduce_contract::module::Kernels;
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op};
 use allreduce_kernels::reference::reduce_bytes;
 use serde::{Deserialize, Serialize};
@@ -32,6 +34,8 @@ pub(crate) struct GraphSpec {
     pub(crate) world_size: u32,
     pub(crate) lane: String,
     pub(crate) algorithm: Option<String>,
+    /// How long a kernel of the worker's between two reductions takes; 0 for none.
+    pub(crate) gap_ns: u64,
     /// dtype, op, elements.
     pub(crate) cases: Vec<(String, String, usize)>,
 }
@@ -67,13 +71,23 @@ pub(crate) fn run_rank(spec: &GraphSpec) -> Result<(), PeerError> {
         .backend(Backend::Cuda)
         .lanes([lane])
         .device(device.clone())
+        .arena_len_bytes(64 << 20)
         .client_name(format!("bench-{}", spec.rank));
+    let pause = match spec.gap_ns {
+        0 => None,
+        gap_ns => {
+            let image = kernel::fatbin().ok_or(PeerError::NoImage)?;
+            let context = Context::retain(device.clone())?;
+            Some((Kernels::load(&context, image, Instance::N2)?, gap_ns))
+        }
+    };
     let rank = Rank {
         communicator: Client::connect(&spec.socket)?.join(options)?,
         context: Context::retain(device)?,
         rank: spec.rank,
         world_size: spec.world_size,
         algorithm,
+        pause,
     };
     let mut reports = Vec::new();
     for (dtype, op, num_elems) in &spec.cases {
@@ -90,6 +104,23 @@ struct Rank {
     rank: u32,
     world_size: u32,
     algorithm: Option<Algorithm>,
+    pause: Option<(Kernels, u64)>,
+}
+
+/// The tensors of a case: where the lane reads and writes them in place.
+enum Place {
+    /// Memory of the rank's own.
+    Own(DeviceMemory),
+    Arena(DeviceBuffer),
+}
+
+impl Place {
+    fn start(&self) -> u64 {
+        match self {
+            Place::Own(memory) => memory.start(),
+            Place::Arena(buffer) => buffer.ptr(),
+        }
+    }
 }
 
 impl Rank {
@@ -97,7 +128,13 @@ impl Rank {
         let stream = Stream::create(&self.context)?;
         let len_bytes = (num_elems * dtype.size_bytes()) as u64;
         let dst_offset = len_bytes.next_multiple_of(256).max(256);
-        let memory = DeviceMemory::allocate(&self.context, 2 * dst_offset)?;
+        let memory = match self.communicator.lane() {
+            Lane::Delegated => Place::Own(DeviceMemory::allocate(&self.context, 2 * dst_offset)?),
+            Lane::Resident | Lane::Rpc => {
+                let len_bytes = usize::try_from(2 * dst_offset).unwrap_or(usize::MAX);
+                Place::Arena(self.communicator.allocate_device(len_bytes)?)
+            }
+        };
         let (src, dst) = (memory.start(), memory.start() + dst_offset);
         // SAFETY: the ranges are of the memory above, which this stream alone uses.
         unsafe {
@@ -113,6 +150,11 @@ impl Rank {
         stream.synchronize()?;
         stream.begin_capture()?;
         for _ in 0..REDUCTIONS {
+            if let Some((kernels, gap_ns)) = &self.pause {
+                let entered = self.context.enter()?;
+                // SAFETY: the stream is live and of the context that is entered.
+                unsafe { kernels.launch_pause(&entered, stream.raw().cast(), *gap_ns) }?;
+            }
             // SAFETY: as above; the stream is of the device's primary context.
             let reduction = unsafe {
                 self.communicator.all_reduce_on(

@@ -56,6 +56,12 @@ pub(crate) struct Arguments {
     /// Backend cuda: reductions inside a replayed CUDA graph instead, for each lane that can be captured.
     #[arg(long)]
     graph: bool,
+    /// With --graph: a kernel of this many microseconds before each reduction.
+    #[arg(long, value_name = "US", default_value_t = 0.0)]
+    gap_us: f64,
+    /// With --graph: lanes, comma-separated.
+    #[arg(long, value_name = "L,..", value_delimiter = ',', default_values_t = [Lane::Delegated, Lane::Resident])]
+    graph_lane: Vec<Lane>,
     /// Also measure echo with multi-thread runtimes: how the daemon's and the client's were chosen.
     #[arg(long)]
     runtimes: bool,
@@ -195,16 +201,14 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, BenchError> {
     })
 }
 
-/// The lanes that can be captured.
-const GRAPH_LANES: [Lane; 1] = [Lane::Delegated];
-
 fn measure_graphs(arguments: &Arguments, cases: &[ReductionSpec]) -> Result<Outcome, BenchError> {
     let mut rows = Vec::new();
     for world_size in &arguments.world_size {
         let world_size = WorldSize::new(*world_size)?;
         for algorithm in &arguments.algorithm {
-            for lane in GRAPH_LANES {
-                let reports = measure_graph(world_size, lane, algorithm.0, cases)?;
+            for lane in arguments.graph_lane.iter().copied() {
+                let gap_ns = (arguments.gap_us.max(0.0) * 1000.0) as u64;
+                let reports = measure_graph(world_size, lane, algorithm.0, gap_ns, cases)?;
                 for (case, mut report) in cases.iter().zip(reports) {
                     let spread = Spread::of(&mut report.reduction_us);
                     let mut row = row(world_size, *case, lane.name(), &report.algorithm, spread);
@@ -226,6 +230,7 @@ fn measure_graph(
     world_size: WorldSize,
     lane: Lane,
     algorithm: Option<Algorithm>,
+    gap_ns: u64,
     cases: &[ReductionSpec],
 ) -> Result<Vec<GraphReport>, BenchError> {
     let daemon = PrivateDaemon::start_own(&[])?;
@@ -238,6 +243,7 @@ fn measure_graph(
                 world_size: world_size.get(),
                 lane: lane.to_string(),
                 algorithm: algorithm.map(|algorithm| algorithm.to_string()),
+                gap_ns,
                 cases: cases.iter().map(named).collect(),
             })
         })

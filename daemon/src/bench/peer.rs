@@ -15,7 +15,8 @@ use allreduce_contract::cuda::CudaError;
 use allreduce_contract::v1::collectives_client::CollectivesClient;
 use allreduce_contract::v1::collectives_server::{Collectives, CollectivesServer};
 use allreduce_contract::v1::{
-    AllReduceRequest, AllReduceResponse, PingRequest, PingResponse, PlanRequest, PlanResponse,
+    AllReduceRequest, AllReduceResponse, ArmRequest, ArmResponse, DisarmRequest, DisarmResponse,
+    PingRequest, PingResponse, PlanRequest, PlanResponse,
 };
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, UnknownName};
 use serde::{Deserialize, Serialize};
@@ -110,6 +111,8 @@ pub(crate) enum PeerError {
     Cuda(#[from] CudaError),
     #[error(transparent)]
     Ping(#[from] Refused),
+    #[error("--gap-us needs kernels in the build: build where nvcc is")]
+    NoImage,
     #[error("rank {rank}: {reason}")]
     Wrong { rank: u32, reason: String },
     #[error("echo: {0}")]
@@ -196,6 +199,17 @@ impl Collectives for Bare {
     }
 
     async fn plan(&self, _request: Request<PlanRequest>) -> Result<Response<PlanResponse>, Status> {
+        Err(Status::unimplemented("this is the bench's echo server"))
+    }
+
+    async fn arm(&self, _request: Request<ArmRequest>) -> Result<Response<ArmResponse>, Status> {
+        Err(Status::unimplemented("this is the bench's echo server"))
+    }
+
+    async fn disarm(
+        &self,
+        _request: Request<DisarmRequest>,
+    ) -> Result<Response<DisarmResponse>, Status> {
         Err(Status::unimplemented("this is the bench's echo server"))
     }
 

@@ -33,7 +33,7 @@ pub(crate) use error::{
 pub(crate) use rendezvous::{Place, Signature, Ticket};
 pub(crate) use stats::{Count, Quantiles, RankStats, ReductionKind, Stats};
 
-use crate::plan::{GpuLimits, LaneChoice, Plan, PlanRequest, choose_lane, plan};
+use crate::plan::{GpuLimits, LaneChoice, Plan, PlanRequest, ResidentBlocks, choose_lane, plan};
 use allreduce_contract::v1::BadEnum;
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, Rank, WorldSize};
 use arena::{Arena, ArenaFull};
@@ -1020,6 +1020,21 @@ impl<T> Communicator<T> {
         }
     }
 
+    /// Whether a session is of the current epoch.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub(crate) fn check_session(&self, session: u64) -> Result<(), CallError> {
+        let found = self.sessions.get(&session);
+        let found = found.ok_or(CallError::UnknownSession(session))?;
+        Ok(found.alive()?)
+    }
+
+    /// How the kernel of lane `resident` is launched, once the GPUs were tested.
+    pub(crate) fn resident_shape(&self) -> Option<ResidentBlocks> {
+        self.gpus.and_then(|gpus| gpus.resident)
+    }
+
     /// How a rank of the lane in use, which launches itself, is to reduce. The same whether in place or not, so that
     /// ranks may differ in that.
     ///
@@ -1030,9 +1045,7 @@ impl<T> Communicator<T> {
         session: u64,
         signature: Signature,
     ) -> Result<Plan, CallError> {
-        let found = self.sessions.get(&session);
-        let found = found.ok_or(CallError::UnknownSession(session))?;
-        found.alive()?;
+        self.check_session(session)?;
         match self.lane().map(|choice| choice.lane) {
             Some(lane @ (Lane::Delegated | Lane::Resident)) => self.plan_for(lane, signature, true),
             Some(Lane::Rpc) => Err(CallError::NotInLane),

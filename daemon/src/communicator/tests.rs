@@ -120,6 +120,7 @@ const GPUS: GpuLimits = GpuLimits {
     push_slot_bytes: 4096,
     inband_part_bytes: 4096,
     staging_part_bytes: 4096,
+    resident: None,
     shared_by_mps: true,
 };
 

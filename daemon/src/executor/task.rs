@@ -19,6 +19,7 @@ use crate::health::HealthTable;
 use crate::plan::{LaneChoice, Plan, check_wanted_lanes};
 use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
 use allreduce_contract::cuda::ImportedMemory;
+use allreduce_contract::kernel::Instance;
 use allreduce_contract::memory::{Mapping, MemoryError, SealedMemory};
 use allreduce_contract::v1::{CudaMemory, ErrorCode, Hello, RegionKind};
 use allreduce_contract::window::{ABI_VERSION, Control};
@@ -35,6 +36,9 @@ const LATE: Duration = Duration::from_millis(50);
 /// How often memory that is being made or freed is looked at.
 const POLL: Duration = Duration::from_millis(1);
 
+/// How long a kernel that stays waits for its peers before Ready, while ranks still load theirs.
+const LANE_TEST_TIMEOUT: Duration = Duration::from_secs(20);
+
 /// What a rank is told on its Attach stream.
 #[derive(Debug, Clone)]
 pub(crate) enum Tell {
@@ -49,6 +53,8 @@ pub(crate) enum Tell {
         lane: Lane,
         /// By rank: what it shares.
         peers: Vec<Vec<SharedRegion>>,
+        /// Of a kernel that stays, for each rank.
+        resident_blocks: u32,
     },
     Ended(EpochEnd),
     Drain,
@@ -142,6 +148,12 @@ enum Command {
         session: u64,
         error: Option<String>,
     },
+    /// Launch the kernel that stays, or have it park.
+    SetArmed {
+        session: u64,
+        armed: bool,
+        reply: oneshot::Sender<Result<(), CallError>>,
+    },
     /// The windows of an epoch's lane are made, or cannot be.
     LaneMade(LaneMade),
     /// How a rank that launches itself is to reduce.
@@ -231,7 +243,7 @@ struct LaneMade {
     sessions: Vec<u64>,
     epoch: u64,
     lane: Lane,
-    windows: Result<cuda::LaneWindows, GpuError>,
+    made: Result<Arc<cuda::EpochLane>, GpuError>,
 }
 
 /// Talks to the task. Every method waits for its answer; [`Stopped`] if the task is over.
@@ -352,6 +364,20 @@ impl Handle {
     ) -> Result<Result<Reduced, CallError>, Stopped> {
         self.ask(|reply| Command::AllReduce(Box::new(call(reply))))
             .await
+    }
+
+    /// Launches the kernel that stays, or has it park.
+    pub(crate) async fn set_armed(
+        &self,
+        session: u64,
+        armed: bool,
+    ) -> Result<Result<(), CallError>, Stopped> {
+        self.ask(|reply| Command::SetArmed {
+            session,
+            armed,
+            reply,
+        })
+        .await
     }
 
     /// How a rank that launches itself is to reduce.
@@ -678,6 +704,22 @@ impl Task {
             Command::Mapped { session, error } => self.communicator.mapped(session, error),
             Command::Shared { session, error } => self.communicator.shared(session, error),
             Command::LaneMade(made) => self.lane_made(made),
+            Command::SetArmed {
+                session,
+                armed,
+                reply,
+            } => {
+                let known = self.communicator.check_session(session);
+                if let (Ok(()), Backend::Cuda(cuda)) = (&known, &self.backend) {
+                    for resident in cuda.lane().iter().flat_map(|lane| lane.residents()) {
+                        match armed {
+                            true => resident.arm(),
+                            false => resident.disarm(),
+                        }
+                    }
+                }
+                let _ = reply.send(known);
+            }
             Command::Plan {
                 session,
                 signature,
@@ -1312,6 +1354,12 @@ impl Task {
                 lane,
             } => {
                 tracing::info!(epoch, lane = %lane.lane, reason = lane.reason, "ready");
+                if let Backend::Cuda(cuda) = &self.backend {
+                    let timeout = ms(self.spec.communicator.default_timeout_ms);
+                    for resident in cuda.lane().iter().flat_map(|lane| lane.residents()) {
+                        resident.set_timeout(timeout);
+                    }
+                }
                 for session in sessions {
                     let tell = Tell::Ready {
                         epoch,
@@ -1387,17 +1435,38 @@ impl Task {
                     .iter()
                     .filter_map(|session| cuda.window(*session).cloned())
                     .collect();
-                let (world_size, regions) = (self.spec.world_size(), cuda.regions());
+                let spec =
+                    cuda::LaneSpec {
+                        regions: cuda.regions(),
+                        instance: Instance::of(self.spec.world_size()),
+                        epoch,
+                        timeout: LANE_TEST_TIMEOUT,
+                        resident: match lane {
+                            Lane::Resident => self.communicator.resident_shape().map(|shape| {
+                                cuda::ResidentShape {
+                                    blocks: shape.blocks,
+                                    data_threads: shape.data_threads,
+                                    idle: Duration::from_micros(
+                                        cuda.config().resident_idle_us.into(),
+                                    ),
+                                    wake_poll: Duration::from_micros(
+                                        cuda.config().resident_wake_poll_us.into(),
+                                    ),
+                                }
+                            }),
+                            Lane::Delegated | Lane::Rpc => None,
+                        },
+                    };
                 let own = self.own.clone();
                 cuda.submit(
                     "making the lane's windows",
-                    move |devices| devices.create_lane(&windows, world_size, &regions),
+                    move |devices| devices.create_lane(&windows, &spec),
                     move |made| {
                         let made = LaneMade {
                             sessions,
                             epoch,
                             lane,
-                            windows: made.map(Arc::new),
+                            made: made.map(Arc::new),
                         };
                         tell_task(&own, Command::LaneMade(made));
                     },
@@ -1412,20 +1481,20 @@ impl Task {
             sessions,
             epoch,
             lane,
-            windows,
+            made,
         } = made;
         let Backend::Cuda(cuda) = &mut self.backend else {
             return;
         };
         if epoch != self.communicator.epoch() {
             // Freed where it was made, with whatever comes next there.
-            if let Ok(windows) = windows {
-                cuda.discard_lane(windows);
+            if let Ok(made) = made {
+                cuda.discard_lane(made);
             }
             return;
         }
-        let windows = match windows {
-            Ok(windows) => windows,
+        let made = match made {
+            Ok(made) => made,
             Err(error) => {
                 if let Some(session) = sessions.first() {
                     self.communicator.shared(*session, Some(error.to_string()));
@@ -1433,8 +1502,9 @@ impl Task {
                 return;
             }
         };
-        cuda.keep_lane(&windows);
-        let peers: Vec<Vec<SharedRegion>> = windows
+        cuda.keep_lane(&made);
+        let peers: Vec<Vec<SharedRegion>> = made
+            .windows
             .iter()
             .map(|window| {
                 let (_, kernels_len_bytes) = window.kernels();
@@ -1452,9 +1522,25 @@ impl Task {
                 ]
             })
             .collect();
-        for session in sessions {
-            let peers = peers.clone();
-            self.tell(session, Tell::Peers { epoch, lane, peers });
+        let resident = self.communicator.resident_shape();
+        let resident_blocks = resident.map_or(0, |shape| shape.blocks);
+        for (rank, session) in sessions.into_iter().enumerate() {
+            let mut peers = peers.clone();
+            if lane == Lane::Resident {
+                // Each reaches its own only.
+                for (peer, regions) in peers.iter_mut().enumerate() {
+                    if peer != rank {
+                        regions.clear();
+                    }
+                }
+            }
+            let tell = Tell::Peers {
+                epoch,
+                lane,
+                peers,
+                resident_blocks,
+            };
+            self.tell(session, tell);
         }
     }
 

@@ -6,8 +6,9 @@ use crate::plan::Shape;
 use crate::rpc::ToStatus;
 use allreduce_contract::v1::collectives_server::Collectives;
 use allreduce_contract::v1::{
-    AllReduceRequest, AllReduceResponse, BadEnum, BufferRange, ErrorCode, Event, PingRequest,
-    PingResponse, PlanRequest, PlanResponse,
+    AllReduceRequest, AllReduceResponse, ArmRequest, ArmResponse, BadEnum, BufferRange,
+    DisarmRequest, DisarmResponse, ErrorCode, Event, PingRequest, PingResponse, PlanRequest,
+    PlanResponse,
 };
 use allreduce_contract::window::MAX_STREAMS;
 use allreduce_contract::{Algorithm, Dtype, Op};
@@ -26,6 +27,14 @@ impl CollectivesService {
         Self {
             handle,
             default_timeout_ms: spec.communicator.default_timeout_ms,
+        }
+    }
+
+    async fn set_armed(&self, session: u64, armed: bool) -> Result<(), Status> {
+        match self.handle.set_armed(session, armed).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => Err(error.to_status()),
+            Err(stopped) => Err(stopped.to_status()),
         }
     }
 
@@ -160,6 +169,19 @@ impl Collectives for CollectivesService {
             data_threads,
             launch_elems,
         }))
+    }
+
+    async fn arm(&self, request: Request<ArmRequest>) -> Result<Response<ArmResponse>, Status> {
+        self.set_armed(request.into_inner().session, true).await?;
+        Ok(Response::new(ArmResponse {}))
+    }
+
+    async fn disarm(
+        &self,
+        request: Request<DisarmRequest>,
+    ) -> Result<Response<DisarmResponse>, Status> {
+        self.set_armed(request.into_inner().session, false).await?;
+        Ok(Response::new(DisarmResponse {}))
     }
 
     async fn ping(&self, _request: Request<PingRequest>) -> Result<Response<PingResponse>, Status> {

@@ -182,7 +182,12 @@ impl Attachment {
                 backend: Backend::from(spec.backend()) as i32,
                 warnings,
             })),
-            Tell::Peers { epoch, lane, peers } => {
+            Tell::Peers {
+                epoch,
+                lane,
+                peers,
+                resident_blocks,
+            } => {
                 let region = |region: SharedRegion| Region {
                     kind: region.kind as i32,
                     len_bytes: region.len_bytes,
@@ -202,6 +207,7 @@ impl Attachment {
                             inband_part_bytes: spec.cuda.inband_part_bytes,
                             staging_part_bytes: spec.cuda.staging_part_bytes,
                             timeout_ms: spec.communicator.default_timeout_ms,
+                            resident_blocks,
                         }),
                     },
                 }))

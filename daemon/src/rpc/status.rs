@@ -78,6 +78,7 @@ impl ToStatus for Refusal {
             Refusal::IntegerAvg(_)
             | Refusal::TooLarge { .. }
             | Refusal::NoKernel { .. }
+            | Refusal::NotResident { .. }
             | Refusal::NoSuchAlgorithm { .. } => {
                 (Code::InvalidArgument, detail(ErrorCode::Refused))
             }
@@ -86,6 +87,7 @@ impl ToStatus for Refusal {
             | Refusal::NoSuchLane { .. }
             | Refusal::NoCommonLane
             | Refusal::NeedsMps { .. }
+            | Refusal::NoResident
             | Refusal::NoSuchBackend { .. } => {
                 (Code::FailedPrecondition, detail(ErrorCode::Unsupported))
             }

@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <thread>
 
 namespace allreduced {
 
@@ -50,6 +51,9 @@ inline bool wait_site(u32 rank, u32 site) {
             std::atomic_ref<u64>(*(u64*)armed.abort_address[r]).store(armed.word, std::memory_order_relaxed);
     return true;
 }
+
+// A mutation's time to lose a race.
+inline void nap() { std::this_thread::sleep_for(std::chrono::milliseconds(3)); }
 
 // Numbers, as the PTX instructions of num.cuh behave; built without fast-math and contraction.
 inline float as_float(u32 v) { return std::bit_cast<float>(v); }
@@ -129,6 +133,7 @@ inline void st_weak_u16(u64 a, u32 v) { *(u16*)a = (u16)v; }
 
 inline u64 ld_relaxed_u64(u64 a) { return std::atomic_ref<u64>(*(u64*)a).load(std::memory_order_relaxed); }
 inline void st_relaxed_u64(u64 a, u64 v) { std::atomic_ref<u64>(*(u64*)a).store(v, std::memory_order_relaxed); }
+inline u32 ld_relaxed_u32(u64 a) { return std::atomic_ref<u32>(*(u32*)a).load(std::memory_order_relaxed); }
 inline u64 ld_acquire_u64(u64 a) { return std::atomic_ref<u64>(*(u64*)a).load(std::memory_order_acquire); }
 inline u32 ld_acquire_u32(u64 a) { return std::atomic_ref<u32>(*(u32*)a).load(std::memory_order_acquire); }
 inline void st_release_u32(u64 a, u32 v) { std::atomic_ref<u32>(*(u32*)a).store(v, std::memory_order_release); }
@@ -148,5 +153,15 @@ inline void st_after_reads_u32(u64 a, u32 v) { st_release_u32(a, v); }
 inline u32 ld_before_end_u32(u64 a) { return ld_acquire_u32(a); }
 inline u32 abandon_add(u64 a) { return std::atomic_ref<u32>(*(u32*)a).fetch_add(1, std::memory_order_acq_rel); }
 inline u32 ld_finished_u32(u64 a) { return ld_acquire_u32(a); }
+// Sequentially consistent: what the fence between does on the GPU.
+inline void st_bell_u64(u64 a, u64 v) { std::atomic_ref<u64>(*(u64*)a).store(v); }
+inline u64 ld_bell_u64(u64 a) { return std::atomic_ref<u64>(*(u64*)a).load(); }
+inline void st_parked_u32(u64 a, u32 v) { std::atomic_ref<u32>(*(u32*)a).store(v); }
+inline u32 ld_parked_u32(u64 a) { return std::atomic_ref<u32>(*(u32*)a).load(); }
+inline void st_wake_u32(u64 a, u32 v) { st_release_u32(a, v); }
+inline void bell_fence() {}
+inline bool service_all(bool v) { return v; }
+inline u32 service_max(u32 v) { return v; }
+inline void service_sync() {}
 
 }  // namespace allreduced

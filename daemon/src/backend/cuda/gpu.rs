@@ -7,12 +7,13 @@ use crate::backend::cuda::image;
 use crate::communicator::GpuError;
 use crate::config::CudaConfig;
 use allreduce_contract::cuda::{Context, CudaError, Device, Entered, Event, Stream};
-use allreduce_contract::kernel::{self, Call, Instance};
+use allreduce_contract::kernel::{self, Call, Instance, ResidentLaunch};
 use allreduce_contract::memory::{MemoryError, SealedMemory};
 use allreduce_contract::module::{self, LaunchError, Shape};
 use allreduce_contract::{Algorithm, Dtype};
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::ffi::c_void;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// A GPU that is in use.
@@ -123,6 +124,33 @@ impl Kernels {
         }
         let memory = SealedMemory::of(c"allreduced-kernels", &self.image)?;
         Ok(self.memory.get_or_init(|| memory))
+    }
+
+    /// Blocks of the resident kernel that the GPU holds at once.
+    pub(crate) fn staying_blocks(&self) -> u32 {
+        self.loaded.staying_blocks()
+    }
+
+    /// Enqueues the kernel that stays.
+    ///
+    /// # Safety
+    /// That of [`module::Kernels::launch_resident`].
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub(crate) unsafe fn launch_resident(
+        &self,
+        entered: &Entered<'_>,
+        stream: *mut c_void,
+        launch: ResidentLaunch,
+        shape: (u32, u32),
+        ranks: u32,
+    ) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        unsafe {
+            self.loaded
+                .launch_resident(entered, stream, launch, shape, ranks)
+        }
     }
 
     /// Enqueues one launch of `calls` (the ranks on this GPU) on its stream.

@@ -1,22 +1,30 @@
-//! The windows through which ranks meet that launch themselves (lane `delegated`).
+//! The windows of the lanes `delegated` and `resident`, which ranks can reach.
 //!
 //! Owns their memory: one for each rank of an epoch, made when the lane is chosen, on the CUDA thread, exported to
-//! every rank, and freed when the last of them is gone, since the driver must not free what is still mapped. They
-//! are other memory than the windows of the `rpc` lane, which no rank can reach. Executors only begin them and, at
-//! the end of the epoch, write their abort words. Refuses to know tensors.
+//! every rank (`delegated`) or to its own (`resident`), and freed when the last of them is gone, since the driver must
+//! not free what is still mapped. They are other memory than the windows of the `rpc` lane, which no rank can reach.
+//! With lane `resident` also the kernels that stay. Executors begin the windows and, at the end of the epoch, write their
+//! abort words. Refuses to know tensors.
 #![allow(unsafe_code)] // room: CUDA bindings
 
 use crate::backend::cuda::gpu::{Gpu, failed};
+use crate::backend::cuda::resident::{Resident, ResidentPlace, ResidentShape};
+use crate::backend::cuda::test::gpus_of;
 use crate::backend::cuda::window::{GRANULE_BYTES, Window, allocate};
 use crate::communicator::GpuError;
+use crate::config::CudaConfig;
 use allreduce_contract::cuda::{CudaError, DeviceMemory, IPC_HANDLE_LEN};
-use allreduce_contract::kernel::{Instance, Regions, SIGNAL_BYTES};
+use allreduce_contract::kernel::{
+    CONTROL_BLOCK_BYTES, ControlBlock, Instance, MAX_RING_BLOCKS, MAX_RING_BUFFERS,
+    RING_PARKED_OFFSET, Regions, ResidentState, RingBuffer, SIGNAL_BYTES,
+};
 use allreduce_contract::memory::SealedMemory;
 use allreduce_contract::v1::CudaMemory;
 use allreduce_contract::window::Abort;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 /// One rank's window of a lane.
 #[derive(Debug)]
@@ -30,8 +38,20 @@ pub(crate) struct LaneWindow {
     kernels_len_bytes: u64,
 }
 
-/// The windows of an epoch's lane, in rank order.
-pub(crate) type LaneWindows = Arc<Vec<LaneWindow>>;
+/// What an epoch's lane has.
+#[derive(Debug)]
+pub(crate) struct EpochLane {
+    /// By GPU, with lane `resident`. Before the windows: they end before those are freed.
+    residents: Vec<Resident>,
+    /// In rank order.
+    pub(crate) windows: Vec<LaneWindow>,
+}
+
+impl EpochLane {
+    pub(crate) fn residents(&self) -> &[Resident] {
+        &self.residents
+    }
+}
 
 impl LaneWindow {
     /// Makes the window of the rank that has `window`, as an epoch starts from. `regions` are of the whole world.
@@ -99,21 +119,116 @@ impl LaneWindow {
     }
 }
 
-/// Makes the windows of an epoch, in rank order. On the CUDA thread.
+/// What a lane is made by.
+#[derive(Debug, Clone)]
+pub(crate) struct LaneSpec {
+    pub(crate) regions: Regions,
+    pub(crate) instance: Instance,
+    pub(crate) epoch: u64,
+    pub(crate) timeout: Duration,
+    /// With lane `resident`.
+    pub(crate) resident: Option<ResidentShape>,
+}
+
+/// Makes what an epoch's lane has; `windows` are all ranks', in rank order. On the CUDA thread.
 pub(crate) fn create(
     windows: &[Arc<Window>],
-    config: &crate::config::CudaConfig,
-    regions: &Regions,
-    instance: Instance,
-) -> Result<Vec<LaneWindow>, GpuError> {
-    windows
+    config: &CudaConfig,
+    spec: &LaneSpec,
+) -> Result<EpochLane, GpuError> {
+    let made: Vec<LaneWindow> = windows
         .iter()
         .map(|window| {
-            let kernels = window.gpu.kernels(config, instance)?;
+            let kernels = window.gpu.kernels(config, spec.instance)?;
             let image = kernels
                 .memory()
                 .map_err(|error| GpuError::Memory(Arc::new(error)))?;
-            LaneWindow::create(window, regions, image)
+            LaneWindow::create(window, &spec.regions, image)
         })
-        .collect()
+        .collect::<Result<_, GpuError>>()?;
+    let residents = match spec.resident {
+        None => Vec::new(),
+        Some(shape) => start_residents(windows, &made, config, spec, shape)?,
+    };
+    Ok(EpochLane {
+        residents,
+        windows: made,
+    })
+}
+
+fn start_residents(
+    windows: &[Arc<Window>],
+    lane: &[LaneWindow],
+    config: &CudaConfig,
+    spec: &LaneSpec,
+    shape: ResidentShape,
+) -> Result<Vec<Resident>, GpuError> {
+    let all: Vec<&Window> = windows.iter().map(Arc::as_ref).collect();
+    let mut residents = Vec::new();
+    for gpu in gpus_of(&all) {
+        let mut places = Vec::new();
+        for (rank, window) in windows.iter().enumerate() {
+            if !Arc::ptr_eq(&window.gpu, gpu) {
+                continue;
+            }
+            let starts = lane.iter().map(|of| of.memory.start());
+            let timeout_ns = u64::try_from(spec.timeout.as_nanos()).unwrap_or(u64::MAX);
+            let block = window.control_block_of(
+                &spec.regions,
+                u32::try_from(rank).unwrap_or(u32::MAX),
+                spec.epoch,
+                timeout_ns,
+                starts,
+            );
+            let mut buffers = [RingBuffer::default(); MAX_RING_BUFFERS];
+            let staging = lane.get(rank).map_or(0, |of| of.memory.start());
+            let known = [
+                RingBuffer {
+                    start: window.arena_start(),
+                    len_bytes: window.arena_len_bytes(),
+                },
+                RingBuffer {
+                    start: staging + spec.regions.staging_offset(),
+                    len_bytes: 4 * spec.regions.staging_part_bytes,
+                },
+            ];
+            for (to, from) in buffers.iter_mut().zip(known) {
+                *to = from;
+            }
+            let state = ResidentState {
+                exited: [0; MAX_RING_BLOCKS as usize],
+                stop: 0,
+                reserved: [0; 31],
+                buffers,
+            };
+            let place = ResidentPlace {
+                window: Arc::clone(window),
+                control: Arc::new(allocate(gpu, CONTROL_BLOCK_BYTES)?),
+                state: Arc::new(allocate(gpu, size_of::<ResidentState>() as u64)?),
+            };
+            let parked = [1_u32; MAX_RING_BLOCKS as usize].map(u32::to_le_bytes);
+            let stream = &gpu.side_stream;
+            // SAFETY: the ranges are inside the memories, which nobody else uses yet; the structs are plain integers
+            // without padding (asserted where they are declared).
+            unsafe {
+                let bytes = |start: *const u8, len| std::slice::from_raw_parts(start, len);
+                let block = bytes((&raw const block).cast(), size_of::<ControlBlock>());
+                let state = bytes((&raw const state).cast(), size_of::<ResidentState>());
+                stream
+                    .fill(place.control.start(), 0, CONTROL_BLOCK_BYTES)
+                    .and_then(|()| stream.upload(place.control.start(), block))
+                    .and_then(|()| stream.upload(place.state.start(), state))
+                    .and_then(|()| {
+                        stream.upload(staging + RING_PARKED_OFFSET, parked.as_flattened())
+                    })
+            }
+            .and_then(|()| stream.synchronize())
+            .map_err(failed("resident kernel"))?;
+            places.push(place);
+        }
+        let kernels = gpu.kernels(config, spec.instance)?;
+        let resident = Resident::start(gpu, kernels, shape, places);
+        residents.push(resident.map_err(GpuError::NoKernels)?);
+    }
+    Ok(residents)
 }

@@ -13,10 +13,12 @@ mod gpu;
 mod image;
 mod lane;
 mod launch;
+mod resident;
 mod test;
 mod window;
 
-pub(crate) use lane::{LaneWindow, LaneWindows};
+pub(crate) use lane::{EpochLane, LaneSpec, LaneWindow};
+pub(crate) use resident::ResidentShape;
 pub(crate) use test::{Verdict, test};
 pub(crate) use window::{Window, WindowSpec};
 
@@ -94,14 +96,13 @@ impl Devices {
         Window::create(gpu, spec)
     }
 
-    /// The windows of a lane in which the ranks launch; `windows` are all ranks', in rank order.
+    /// What a lane has that ranks can reach; `windows` are all ranks', in rank order.
     pub(crate) fn create_lane(
         &mut self,
         windows: &[Arc<Window>],
-        world_size: WorldSize,
-        regions: &Regions,
-    ) -> Result<Vec<LaneWindow>, GpuError> {
-        lane::create(windows, &self.config, regions, Instance::of(world_size))
+        spec: &LaneSpec,
+    ) -> Result<EpochLane, GpuError> {
+        lane::create(windows, &self.config, spec)
     }
 
     /// Maps an allocation of a rank.
@@ -161,7 +162,7 @@ pub(crate) type Freed = Box<dyn FnOnce() + Send>;
 struct Garbage {
     imports: Vec<Arc<ImportedMemory>>,
     window: Option<Arc<Window>>,
-    lane: Option<LaneWindows>,
+    lane: Option<Arc<EpochLane>>,
 }
 
 impl Garbage {
@@ -263,7 +264,7 @@ pub(crate) struct CudaBackend {
     /// By session and memory.
     imports: HashMap<(u64, u64), Arc<ImportedMemory>>,
     /// By session: the windows of its epoch's lane, all of which the rank may have mapped.
-    lane_windows: HashMap<u64, LaneWindows>,
+    lanes_of: HashMap<u64, Arc<EpochLane>>,
     epoch: Option<Epoch>,
     /// The one before, of which reductions may still be on the GPU.
     ended: Option<Epoch>,
@@ -297,7 +298,7 @@ impl CudaBackend {
             busy: Busy::default(),
             windows: HashMap::new(),
             imports: HashMap::new(),
-            lane_windows: HashMap::new(),
+            lanes_of: HashMap::new(),
             epoch: None,
             ended: None,
             lanes: Vec::new(),
@@ -324,9 +325,15 @@ impl CudaBackend {
         done: impl FnOnce(R) + Send + 'static,
     ) {
         let busy = Arc::clone(&self.busy);
+        let lane = self.lane().cloned();
         self.thread.run(move |devices| {
             *lock(&busy) = Some((Instant::now(), what));
+            // What frees or unmaps would wait for a kernel that stays.
+            let residents = lane.iter().flat_map(|lane| lane.residents());
+            let held: Vec<_> = residents.map(resident::Resident::hold).collect();
             let result = work(devices);
+            drop(held);
+            drop(lane);
             *lock(&busy) = None;
             done(result);
         });
@@ -365,24 +372,30 @@ impl CudaBackend {
     }
 
     /// Keeps the windows of the epoch's lane, until the last of its sessions is gone.
-    pub(crate) fn keep_lane(&mut self, windows: &LaneWindows) {
+    pub(crate) fn keep_lane(&mut self, lane: &Arc<EpochLane>) {
         let sessions = self.epoch.iter().flat_map(|epoch| &epoch.sessions);
         for session in sessions {
-            self.lane_windows.insert(*session, Arc::clone(windows));
+            self.lanes_of.insert(*session, Arc::clone(lane));
         }
+    }
+
+    /// The kernels that stay, of the current epoch.
+    pub(crate) fn lane(&self) -> Option<&Arc<EpochLane>> {
+        let session = self.epoch.as_ref()?.sessions.first()?;
+        self.lanes_of.get(session)
     }
 
     /// The session's own window of its epoch's lane.
     pub(crate) fn lane_window(&self, session: u64) -> Option<&LaneWindow> {
         let rank = self.windows.get(&session)?.rank;
-        self.lane_windows.get(&session)?.get(rank.as_usize())
+        self.lanes_of.get(&session)?.windows.get(rank.as_usize())
     }
 
     /// How often somebody has to look: ranks that launch themselves fail without a word to this process.
     pub(crate) fn poll_interval(&self) -> Option<Duration> {
         let has_lane = |epoch: &Epoch| {
             let mut sessions = epoch.sessions.iter();
-            sessions.any(|session| self.lane_windows.contains_key(session))
+            sessions.any(|session| self.lanes_of.contains_key(session))
         };
         if self.is_active() {
             Some(POLL)
@@ -403,7 +416,7 @@ impl CudaBackend {
             .values()
             .map(|window| window.gpu_bytes() + window.control_len_bytes())
             .chain(
-                self.lane_windows
+                self.lanes_of
                     .keys()
                     .filter_map(|session| Some(self.lane_window(*session)?.len_bytes())),
             )
@@ -505,6 +518,11 @@ impl CudaBackend {
             {
                 tracing::warn!(%error, "cannot tell a rank's kernels that the epoch is over");
             }
+        }
+        let sessions = epoch.sessions.first();
+        let lane = sessions.and_then(|session| self.lanes_of.get(session));
+        for resident in lane.iter().flat_map(|lane| lane.residents()) {
+            resident.end();
         }
     }
 
@@ -636,9 +654,9 @@ impl CudaBackend {
     }
 
     /// Frees a lane's windows that came too late.
-    pub(crate) fn discard_lane(&self, windows: LaneWindows) {
+    pub(crate) fn discard_lane(&self, lane: Arc<EpochLane>) {
         let garbage = Garbage {
-            lane: Some(windows),
+            lane: Some(lane),
             ..Garbage::default()
         };
         self.free(garbage, None);
@@ -679,7 +697,7 @@ impl CudaBackend {
             Deferred::Free(garbage, freed) => self.free(garbage, freed),
             Deferred::FreeSession(session, mut garbage, freed) => {
                 garbage.window = self.windows.remove(&session);
-                garbage.lane = self.lane_windows.remove(&session);
+                garbage.lane = self.lanes_of.remove(&session);
                 self.awaited.retain(|(owner, _), _| *owner != session);
                 self.values.retain(|(owner, _), _| *owner != session);
                 self.free(garbage, freed);

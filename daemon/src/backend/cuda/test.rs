@@ -294,12 +294,14 @@ fn limits(windows: &[&Window], config: &CudaConfig) -> Result<GpuLimits, String>
         .ok_or_else(|| "no ranks".to_owned())?;
     let gpus = gpus_of(windows);
     let mut resident_blocks = u32::MAX;
+    let mut staying_blocks = u32::MAX;
     let mut ranks_per_gpu = 0;
     for gpu in &gpus {
         let kernels = gpu
             .kernels(config, Instance::of(world_size))
             .map_err(|error| error.to_string())?;
         resident_blocks = resident_blocks.min(kernels.resident_blocks());
+        staying_blocks = staying_blocks.min(kernels.staying_blocks());
         let here = windows
             .iter()
             .filter(|window| Arc::ptr_eq(&window.gpu, gpu));
@@ -312,6 +314,12 @@ fn limits(windows: &[&Window], config: &CudaConfig) -> Result<GpuLimits, String>
         push_slot_bytes: config.push_slot_bytes,
         inband_part_bytes: config.inband_part_bytes,
         staging_part_bytes: config.staging_part_bytes,
+        resident: crate::plan::resident_blocks(
+            Instance::of(world_size),
+            config.resident_blocks,
+            ranks_per_gpu,
+            staying_blocks,
+        ),
         // The task knows.
         shared_by_mps: false,
     })

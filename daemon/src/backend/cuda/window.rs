@@ -188,22 +188,15 @@ impl Window {
         Ok(u64::from_le_bytes(found) == !self.nonce)
     }
 
-    /// Enqueues what an epoch (or a test) of `regions.world_size` ranks starts from: no flags, empty slots,
-    /// the control block. `windows` are all ranks', in rank order, this one at `place`.
-    ///
-    /// # Safety
-    /// No kernel uses the window until the stream has done it.
-    pub(crate) unsafe fn begin_epoch(
+    /// The control block of the rank at `place`, for windows that start there, in rank order.
+    pub(crate) fn control_block_of(
         &self,
-        windows: &[&Window],
+        regions: &Regions,
         place: u32,
         epoch: u64,
         timeout_ns: u64,
-    ) -> Result<(), CudaError> {
-        let regions = Regions {
-            world_size: u32::try_from(windows.len()).unwrap_or(u32::MAX),
-            ..self.regions
-        };
+        windows: impl IntoIterator<Item = DevicePtr>,
+    ) -> ControlBlock {
         let mut block = ControlBlock {
             abi_version: KERNEL_ABI_VERSION,
             world_size: regions.world_size,
@@ -220,9 +213,31 @@ impl Window {
             staging_part_bytes: regions.staging_part_bytes,
             ..ControlBlock::default()
         };
-        let places = block.window.iter_mut().zip(&mut block.arena);
-        for ((window, arena), of) in places.zip(windows) {
-            *window = of.memory.start();
+        for (to, start) in block.window.iter_mut().zip(windows) {
+            *to = start;
+        }
+        block
+    }
+
+    /// Enqueues what an epoch (or a test) of `regions.world_size` ranks starts from: no flags, empty slots,
+    /// the control block. `windows` are all ranks', in rank order, this one at `place`.
+    ///
+    /// # Safety
+    /// No kernel uses the window until the stream has done it.
+    pub(crate) unsafe fn begin_epoch(
+        &self,
+        windows: &[&Window],
+        place: u32,
+        epoch: u64,
+        timeout_ns: u64,
+    ) -> Result<(), CudaError> {
+        let regions = Regions {
+            world_size: u32::try_from(windows.len()).unwrap_or(u32::MAX),
+            ..self.regions
+        };
+        let starts = windows.iter().map(|of| of.memory.start());
+        let mut block = self.control_block_of(&regions, place, epoch, timeout_ns, starts);
+        for (arena, of) in block.arena.iter_mut().zip(windows) {
             *arena = of.arena.start();
         }
         let stream = &self.gpu.stream;

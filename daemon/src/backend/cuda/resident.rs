@@ -1,0 +1,267 @@
+//! The kernel that stays on a GPU and reduces whenever a rank rings (lane `resident`).
+//!
+//! Owns, for each GPU of an epoch, a thread that launches it: when a rank's ring finds the kernel parked it leaves the
+//! number of the launch it needs in the wake word of its control page, at which the thread looks. The kernel parks by
+//! itself when nobody has rung for a while, and when it is told to ([`Resident::hold`]): what frees or unmaps memory
+//! would wait for it. Launches may overlap, on streams of their own: a block of the later one begins when the block in its
+//! place has ended (kernels/README.md, "The resident kernel"). Refuses to know tensors.
+#![allow(unsafe_code)] // room: CUDA bindings
+
+use crate::backend::cuda::gpu::{Gpu, Kernels};
+use crate::backend::cuda::window::Window;
+use allreduce_contract::cuda::{CudaError, DeviceMemory, Stream};
+use allreduce_contract::kernel::{ControlBlock, ResidentLaunch, ResidentRank, ResidentState};
+use nix::sys::prctl::set_timerslack;
+use std::mem::offset_of;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long what would block behind the kernel waits for it to park. Longer, a rank rings and its peers do not.
+const HOLD_LIMIT: Duration = Duration::from_millis(100);
+
+/// How the kernel is launched.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ResidentShape {
+    /// Of each rank.
+    pub(crate) blocks: u32,
+    pub(crate) data_threads: u32,
+    /// After how long without a ring it parks.
+    pub(crate) idle: Duration,
+    /// How often the thread looks whether a rank wants it.
+    pub(crate) wake_poll: Duration,
+}
+
+/// A rank on the GPU.
+#[derive(Debug)]
+pub(crate) struct ResidentPlace {
+    pub(crate) window: Arc<Window>,
+    /// The executor's control block for the rank's window of the lane.
+    pub(crate) control: Arc<DeviceMemory>,
+    /// Its [`ResidentState`].
+    pub(crate) state: Arc<DeviceMemory>,
+}
+
+#[derive(Debug, Default)]
+struct Schedule {
+    launched: u32,
+    /// A launch that was asked for ([`Resident::arm`]).
+    armed: u32,
+    /// Those who want it parked.
+    holds: u32,
+    ending: bool,
+}
+
+/// One GPU's resident kernel. Dropping it ends the kernel, and waits for that.
+#[derive(Debug)]
+pub(crate) struct Resident {
+    shared: Arc<Shared>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    gpu: Arc<Gpu>,
+    kernels: Arc<Kernels>,
+    shape: ResidentShape,
+    places: Vec<ResidentPlace>,
+    /// Launch n runs on stream n modulo 3. Two overlap: one that waits for a call's last rank, and the next.
+    streams: [Stream; 3],
+    schedule: Mutex<Schedule>,
+}
+
+impl Resident {
+    /// Starts the thread; the kernel comes with the first ring.
+    pub(crate) fn start(
+        gpu: &Arc<Gpu>,
+        kernels: Arc<Kernels>,
+        shape: ResidentShape,
+        places: Vec<ResidentPlace>,
+    ) -> Result<Self, String> {
+        let text = |error: CudaError| error.to_string();
+        let shared = Arc::new(Shared {
+            streams: [
+                Stream::create(&gpu.context).map_err(text)?,
+                Stream::create(&gpu.context).map_err(text)?,
+                Stream::create(&gpu.context).map_err(text)?,
+            ],
+            gpu: Arc::clone(gpu),
+            kernels,
+            shape,
+            places,
+            schedule: Mutex::default(),
+        });
+        let own = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name("resident".to_owned())
+            .spawn(move || own.run())
+            .map_err(|error| error.to_string())?;
+        Ok(Self {
+            shared,
+            thread: Some(thread),
+        })
+    }
+
+    /// Launches the kernel before anybody rings.
+    pub(crate) fn arm(&self) {
+        let mut schedule = self.shared.schedule();
+        schedule.armed = schedule.launched + 1;
+    }
+
+    /// Has the kernel park as soon as no rank has rung; the next ring wakes it.
+    pub(crate) fn disarm(&self) {
+        self.shared.stop();
+    }
+
+    /// Parks it until the guard is dropped; rings wait meanwhile.
+    pub(crate) fn hold(&self) -> Held {
+        self.shared.schedule().holds += 1;
+        let held = Held(Arc::clone(&self.shared));
+        self.shared.stop();
+        let deadline = Instant::now() + HOLD_LIMIT;
+        while !self.shared.is_parked() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        held
+    }
+
+    /// How long its calls wait for peers from now on.
+    pub(crate) fn set_timeout(&self, timeout: Duration) {
+        let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
+        for place in &self.shared.places {
+            let at = place.control.start() + offset_of!(ControlBlock, timeout_ns) as u64;
+            // SAFETY: the word is inside the control block; the kernel reads the old or the new.
+            let set = unsafe {
+                self.shared
+                    .gpu
+                    .side_stream
+                    .upload(at, &timeout_ns.to_le_bytes())
+            };
+            if let Err(error) = set {
+                tracing::warn!(%error, "cannot set the resident kernel's timeout");
+            }
+        }
+    }
+
+    /// Has it end. Waits for nothing.
+    pub(crate) fn end(&self) {
+        self.shared.schedule().ending = true;
+        self.shared.stop();
+    }
+}
+
+impl Drop for Resident {
+    fn drop(&mut self) {
+        self.end();
+        if let Some(thread) = self.thread.take() {
+            // It ends within a poll; a panic there has been printed.
+            let _ = thread.join();
+        }
+        // Who waits for peers gives up by the epoch's abort words, or the deadline.
+        for stream in &self.shared.streams {
+            // Were the context lost, nothing would run there any more.
+            let _ = stream.synchronize();
+        }
+    }
+}
+
+/// As long as it lives, the kernel is not launched.
+#[derive(Debug)]
+pub(crate) struct Held(Arc<Shared>);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.0.schedule().holds -= 1;
+    }
+}
+
+impl Shared {
+    fn schedule(&self) -> MutexGuard<'_, Schedule> {
+        // Nothing can panic half way while it is held.
+        self.schedule.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_parked(&self) -> bool {
+        // An error: nothing runs in a lost context.
+        let is_idle = |stream: &Stream| stream.is_idle().unwrap_or(true);
+        self.streams.iter().all(is_idle)
+    }
+
+    /// Tells launches so far to end as soon as no command is there.
+    fn stop(&self) {
+        let launched = self.schedule().launched;
+        for place in &self.places {
+            let at = place.state.start() + offset_of!(ResidentState, stop) as u64;
+            let word = launched.to_le_bytes();
+            // SAFETY: the word is inside the state; the kernel reads it at any time.
+            if let Err(error) = unsafe { self.gpu.side_stream.upload(at, &word) } {
+                tracing::warn!(%error, "cannot tell the resident kernel to end");
+            }
+        }
+    }
+
+    fn run(&self) {
+        // Sleeps are short, and not to be rounded up. Without, the first ring of a burst waits longer.
+        let _ = set_timerslack(1_000);
+        loop {
+            {
+                let mut schedule = self.schedule();
+                if schedule.ending {
+                    return;
+                }
+                let pages = self.places.iter().map(|place| &place.window.control);
+                let wanted = pages.map(|page| page.wanted_launch()).max().unwrap_or(0);
+                let next = schedule.launched + 1;
+                if schedule.holds == 0 && wanted.max(schedule.armed) >= next {
+                    match self.launch(next) {
+                        Ok(true) => schedule.launched = next,
+                        // The stream's last has not ended.
+                        Ok(false) => {}
+                        Err(error) => {
+                            tracing::error!(%error, "the resident kernel cannot be launched");
+                            return;
+                        }
+                    }
+                }
+            }
+            std::thread::sleep(self.shape.wake_poll);
+        }
+    }
+
+    /// Launches number `number`, if the one before the last has ended.
+    fn launch(&self, number: u32) -> Result<bool, CudaError> {
+        let [first, second, third] = &self.streams;
+        let stream = match number % 3 {
+            0 => first,
+            1 => second,
+            _ => third,
+        };
+        if !stream.is_idle()? {
+            return Ok(false);
+        }
+        let mut launch = ResidentLaunch {
+            launch: number,
+            idle_ns: u64::try_from(self.shape.idle.as_nanos()).unwrap_or(u64::MAX),
+            ..ResidentLaunch::default()
+        };
+        for (to, place) in launch.ranks.iter_mut().zip(&self.places) {
+            *to = ResidentRank {
+                control: place.control.start(),
+                state: place.state.start(),
+            };
+        }
+        let entered = self.gpu.context.enter()?;
+        let ranks = u32::try_from(self.places.len()).unwrap_or(0);
+        // SAFETY: the stream is live and of the context that is entered; memories and windows are freed only when
+        // this value is dropped, which waits for the kernel.
+        unsafe {
+            self.kernels.launch_resident(
+                &entered,
+                stream.raw().cast(),
+                launch,
+                (self.shape.blocks, self.shape.data_threads),
+                ranks,
+            )
+        }?;
+        Ok(true)
+    }
+}

@@ -1,0 +1,211 @@
+// Runs the resident kernel and the kernel that rings it on the CPU: blocks and threads of each launch, the ranks' streams
+// and the executor's watch are std::threads.
+//   resident [SECONDS until the watchdog]
+// Ranks pause between commands, so that the kernel parks, and is launched again, at every point of a call.
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../resident.cuh"
+#include "reference.hpp"
+
+using namespace allreduced;
+
+namespace {
+
+constexpr u32 DATA_THREADS = 2, THREADS = DATA_THREADS + SERVICE_THREADS, BLOCKS = 2;
+constexpr u64 SLOT_BYTES = 2048, PART_BYTES = 2048, ARENA_BYTES = 8192;
+std::atomic<int> failures{0};
+#define FAIL(...) (failures++, printf("FAIL " __VA_ARGS__), printf("\n"), fflush(stdout))
+
+struct Rank {
+    std::vector<u8> window, arena;
+    std::unique_ptr<Control> executor, own;
+    std::unique_ptr<ResidentState> state;
+    u64 status = 0;
+    u32 wake = 0;
+};
+
+struct World {
+    u32 n;
+    std::vector<Rank> ranks;
+    std::atomic<bool> over{false};
+    u64 idle_ns;
+
+    World(u32 n, u64 idle_ns) : n(n), ranks(n), idle_ns(idle_ns) {
+        const u64 push = SIGNAL_BYTES, inband = push + 2 * n * SLOT_BYTES, staging = inband + 8 * PART_BYTES;
+        for (Rank& r : ranks) {
+            r.window.assign(staging + 4 * PART_BYTES + 64, 0);
+            r.arena.assign(ARENA_BYTES + 64, 0);
+            memset(window(r) + push, 0xff, staging - push);
+            for (u32 b = 0; b < MAX_RING_BLOCKS; b++) ring(r)->parked[b] = 1;
+        }
+        for (u32 i = 0; i < n; i++) {
+            Rank& r = ranks[i];
+            for (auto* made : {&r.executor, &r.own}) {
+                *made = std::make_unique<Control>();
+                Control& c = **made;
+                memset((void*)&c, 0, sizeof c);
+                c.abi_version = ABI_VERSION;
+                c.world_size = n;
+                c.rank = i;
+                c.epoch = 5;
+                c.timeout_ns = 20000000000ull;
+                c.status = (u64)&r.status;
+                c.push_offset = push, c.push_slot_bytes = SLOT_BYTES;
+                c.inband_offset = inband, c.inband_part_bytes = PART_BYTES;
+                c.staging_offset = staging, c.staging_part_bytes = PART_BYTES;
+                for (u32 p = 0; p < n; p++) c.window[p] = (u64)window(ranks[p]);
+            }
+            r.own->wake = (u64)&r.wake;
+            r.state = std::make_unique<ResidentState>();
+            memset((void*)r.state.get(), 0, sizeof(ResidentState));
+            r.state->buffers[0] = {(u64)arena(r), ARENA_BYTES};
+        }
+    }
+    static u8* aligned(std::vector<u8>& v) { return (u8*)(((u64)v.data() + 63) & ~63ull); }
+    static u8* window(Rank& r) { return aligned(r.window); }
+    static u8* arena(Rank& r) { return aligned(r.arena); }
+    static Ring* ring(Rank& r) { return (Ring*)(window(r) + RING_OFFSET); }
+
+    // One launch: its threads end when their block does.
+    struct Running {
+        std::vector<std::unique_ptr<sim::BlockState>> blocks;
+        std::vector<std::unique_ptr<Shared>> shared;
+        std::vector<std::unique_ptr<Bell>> bells;
+        std::vector<std::thread> threads;
+        ResidentLaunch launch;
+    };
+    std::unique_ptr<Running> start(u32 number) {
+        auto running = std::make_unique<Running>();
+        memset((void*)&running->launch, 0, sizeof running->launch);
+        running->launch.launch = number;
+        running->launch.idle_ns = idle_ns;
+        for (u32 r = 0; r < n; r++) running->launch.ranks[r] = {(u64)ranks[r].executor.get(), (u64)ranks[r].state.get()};
+        for (u32 i = 0; i < n * BLOCKS; i++) {
+            running->blocks.push_back(std::make_unique<sim::BlockState>(THREADS));
+            running->shared.push_back(std::make_unique<Shared>());
+            running->bells.push_back(std::make_unique<Bell>());
+        }
+        for (u32 i = 0; i < n * BLOCKS; i++) {
+            sim::BlockState* block = running->blocks[i].get();
+            Shared* shared = running->shared[i].get();
+            Bell* bell = running->bells[i].get();
+            const ResidentLaunch* launch = &running->launch;
+            for (u32 t = 0; t < THREADS; t++)
+                running->threads.emplace_back([=] {
+                    sim::self = {block, t, i % BLOCKS, i / BLOCKS, BLOCKS, THREADS, 0};
+                    resident<16, false>(shared, bell, *launch);
+                });
+        }
+        return running;
+    }
+    // The executor: launches what a ring asks for; at the end, tells the last to stop.
+    void watch() {
+        std::vector<std::unique_ptr<Running>> launches;
+        u32 launched = 0;
+        while (!over) {
+            u32 wanted = 0;
+            for (Rank& r : ranks) wanted = std::max(wanted, ld_acquire_u32((u64)&r.wake));
+            if (wanted > launched) launches.push_back(start(++launched));
+            usleep(50);
+        }
+        for (Rank& r : ranks) std::atomic_ref<u32>(r.state->stop).store(launched);
+        for (auto& l : launches)
+            for (auto& t : l->threads) t.join();
+        printf("n=%u idle %llu us: %u launches\n", n, idle_ns / 1000, launched);
+    }
+    void stream(u32 me, u32 commands) {
+        Rank& r = ranks[me];
+        sim::BlockState block(1);
+        for (u32 i = 0; i < commands; i++) {
+            const u32 dtype = i % 3, op = i / 3 % 4;
+            const auto d = (reference::Dtype)dtype;
+            const u64 sizes[] = {64, 0, 257, 1, 500, 33}, elems = sizes[i % 6], bytes = elems * reference::size_of(d);
+            const bool in_place = i % 2 == 0;
+            std::vector<std::vector<u8>> inputs(n);
+            std::vector<const u8*> in;
+            for (u32 p = 0; p < n; p++) {
+                inputs[p].resize(bytes + 1);
+                reference::fill(d, inputs[p].data(), elems, i * 64 + p, 12);
+                in.push_back(inputs[p].data());
+            }
+            const auto want = reference::reduce(d, (reference::Op)op, in, elems);
+            const u64 src = 0, dst = in_place ? 0 : ARENA_BYTES / 2;
+            if (bytes) memcpy(arena(r) + src, inputs[me].data(), bytes);
+            // Sometimes one is late, sometimes all.
+            if (i % 4 == 3 || i % 5 == me) usleep(rand() % 900);
+            RingLaunch launch{};
+            launch.control = (u64)r.own.get();
+            launch.dst = (u64)arena(r) + dst;
+            const u32 words[COMMAND_WORDS] = {dtype | op << 8, (u32)elems, (u32)src, 0, (u32)dst, 0};
+            memcpy(launch.command, words, sizeof words);
+            launch.blocks = BLOCKS;
+            sim::self = {&block, 0, 0, 0, 1, 1, 0};
+            allreduced::ring(launch);
+            if (bytes && memcmp(arena(r) + dst, want.data(), bytes) != 0) FAIL("n=%u rank %u command %u: wrong (status %llx)", n, me, i, r.status);
+            if (failures > 5) break;
+        }
+    }
+    void run(u32 commands) {
+        std::thread watcher([this] { watch(); });
+        std::vector<std::thread> streams;
+        for (u32 r = 0; r < n; r++) streams.emplace_back([=, this] { stream(r, commands); });
+        for (auto& s : streams) s.join();
+        over = true;
+        watcher.join();
+        for (u32 r = 0; r < n; r++)
+            if (ranks[r].status) FAIL("n=%u rank %u: status %llx", n, r, ranks[r].status);
+    }
+};
+
+// Commands that the kernel must refuse: NaN, and BAD_CALL on every rank.
+void refuse() {
+    World w(2, 200000);
+    std::thread watcher([&] { w.watch(); });
+    std::vector<std::thread> streams;
+    for (u32 r = 0; r < 2; r++)
+        streams.emplace_back([&, r] {
+            sim::BlockState block(1);
+            RingLaunch launch{};
+            launch.control = (u64)w.ranks[r].own.get();
+            launch.dst = (u64)World::arena(w.ranks[r]);
+            // Rank 1's source leaves its memory by one element.
+            const u32 words[COMMAND_WORDS] = {0, 64, r == 1 ? (u32)ARENA_BYTES - 252 : 0, 0, 0, 0};
+            memcpy(launch.command, words, sizeof words);
+            launch.blocks = BLOCKS;
+            sim::self = {&block, 0, 0, 0, 1, 1, 0};
+            allreduced::ring(launch);
+            float first;
+            memcpy(&first, World::arena(w.ranks[r]), 4);
+            if (first == first) FAIL("refuse: rank %u has a number", r);
+            if (w.ranks[r].status >> 60 != REASON_BAD_CALL) FAIL("refuse: rank %u status %llx", r, w.ranks[r].status);
+            if ((w.ranks[r].status >> 56 & 15) != 1) FAIL("refuse: rank %u blames %llu", r, w.ranks[r].status >> 56 & 15);
+        });
+    for (auto& s : streams) s.join();
+    w.over = true;
+    watcher.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const u32 seconds = argc > 1 ? atoi(argv[1]) : 200;
+    std::thread([=] {
+        sleep(seconds);
+        printf("FAIL watchdog: the harness hangs\n");
+        fflush(stdout);
+        _exit(1);
+    }).detach();
+    for (u64 idle_ns : {20000ull, 200000ull, 1000000000ull})
+        for (u32 n : {1u, 2u, 3u}) World(n, idle_ns).run(60);
+    refuse();
+    printf("resident: %s\n", failures ? "FAILED" : "passed");
+    fflush(stdout);
+    _exit(failures ? 1 : 0);
+}

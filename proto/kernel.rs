@@ -319,7 +319,7 @@ pub const RING_PARKED_OFFSET: u64 = RING_OFFSET + 256;
 pub const COMMAND_WORDS: usize = 6;
 /// The memory of a command that is the rank's arena.
 pub const RING_ARENA: u8 = 0;
-/// The memory of a command that is the staging region of the rank's own window.
+/// The memory of a command through which the client passes tensors that the executor has not mapped.
 pub const RING_STAGING: u8 = 1;
 
 /// `RingBuffer` of abi.h: a memory, as the executor has it mapped.

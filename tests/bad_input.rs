@@ -537,6 +537,7 @@ async fn unknown_sessions_are_not_found() {
                     offset_bytes: 0,
                     len_bytes: 1,
                     cuda: None,
+                    ring_memory: 0,
                 })
                 .await
                 .unwrap_err(),
@@ -768,6 +769,7 @@ async fn registering_checks_handle_range_and_alignment() {
         offset_bytes,
         len_bytes,
         cuda: None,
+        ring_memory: 0,
     };
     for (request, code, kind, word) in [
         (

@@ -16,12 +16,16 @@ use crate::error::{EpochEnd, Refused, connection_ended};
 use crate::{cuda, cuda_lane};
 use allreduce_contract::Backend;
 use allreduce_contract::companion::{Kind, Reply, Request, TOKEN_LEN};
+#[cfg(feature = "cuda")]
+use allreduce_contract::kernel::RING_STAGING;
 use allreduce_contract::memory::{Mapping, SealedMemory};
 use allreduce_contract::transport::{dial, error_chain};
 use allreduce_contract::v1::attach_request::Message as FromRank;
 use allreduce_contract::v1::attach_response::Message as ToRank;
 use allreduce_contract::v1::buffers_client::BuffersClient;
 use allreduce_contract::v1::communicator_client::CommunicatorClient;
+#[cfg(feature = "cuda")]
+use allreduce_contract::v1::{self, RegisterRequest};
 use allreduce_contract::v1::{
     AttachRequest, Heartbeat, Hello, Joined, Leave, Mapped, Notice, NoticeKind, Peers, Ready,
     RegionKind, ReleaseRequest, Shared,
@@ -40,6 +44,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::transport::Channel;
 
 /// How long an exchange on the companion socket may take.
 const COMPANION_TIMEOUT_S: i64 = 10;
@@ -392,7 +397,7 @@ impl Member<'_> {
                                 return lost("Peers came before Joined");
                             };
                             let lane =
-                                open_lane(self.at.clone(), rank, Arc::clone(window), context.clone(), peers);
+                                open_lane(self.at.clone(), buffers.clone(), rank, Arc::clone(window), context.clone(), peers);
                             opening.spawn(lane);
                         }
                         Some(ToRank::Notice(notice)) => match notice.kind() {
@@ -471,12 +476,29 @@ impl Member<'_> {
 #[cfg(feature = "cuda")]
 async fn open_lane(
     at: ExecutorAt,
+    buffers: BuffersClient<Channel>,
     rank: u32,
     window: Arc<Window>,
     context: Option<GpuContext>,
     peers: Peers,
 ) -> Result<(), String> {
     let context = context.ok_or("the lane is of backend cuda, which this rank has not joined")?;
+    if peers.lane() == v1::Lane::Resident {
+        let (own, communicator) = (Arc::clone(&context), at.communicator.clone());
+        let staging = cuda::on_helper_thread(move || cuda_lane::staging(&own, &communicator, rank));
+        let memory = staging.await.flatten()?;
+        let request = RegisterRequest {
+            session: window.joined.session,
+            len_bytes: memory.len_bytes,
+            cuda: Some(memory),
+            ring_memory: RING_STAGING.into(),
+            ..RegisterRequest::default()
+        };
+        let mut buffers = buffers;
+        // Given back with the session.
+        let registered = buffers.register(request).await;
+        registered.map_err(|status| format!("the staging memory: {}", status.message()))?;
+    }
     let opening = cuda::on_helper_thread(move || {
         let own = peers.peers.get(rank as usize);
         let kernels = own
@@ -506,6 +528,7 @@ async fn open_lane(
 #[expect(clippy::unused_async, reason = "as with feature cuda")]
 async fn open_lane(
     _at: ExecutorAt,
+    _buffers: BuffersClient<Channel>,
     _rank: u32,
     _window: Arc<Window>,
     _context: Option<GpuContext>,

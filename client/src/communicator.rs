@@ -304,6 +304,7 @@ impl Communicator {
             offset_bytes: 0,
             len_bytes: (num_elems * size_of::<T>()) as u64,
             cuda: None,
+            ring_memory: 0,
         };
         let registered = bounded(self.buffers.clone().register(request))
             .await

@@ -46,7 +46,7 @@ use crate::communicator::{
     ANSWER_GRACE, AllReduceOptions, Communicator, Reduction, bounded, buffer_error, cut_off,
     reduction, within,
 };
-use crate::cuda_lane::{LanePlan, Tensors};
+use crate::cuda_lane::{LanePlan, Tensors, ring_number};
 use crate::error::{AllReduceError, BufferError, Refused};
 use allreduce_contract::cuda::{
     Context, Driver, IPC_HANDLE_LEN, ImportedMemory, Relaxed, Stream, allocation_around, export,
@@ -729,10 +729,15 @@ impl Communicator {
         // The executor cannot map again what it has not let go of since its buffer was dropped.
         self.flush().await;
         let pending = self.pending(gpu, allocation.start, allocation.len_bytes);
+        let lane = self.lane() == Lane::Resident;
+        let number = lane
+            .then(|| ring_number(&gpu.context, allocation.start))
+            .flatten();
         let request = RegisterRequest {
             session: self.session(),
             memory_handle: 0,
             offset_bytes: 0,
+            ring_memory: number.unwrap_or(0).into(),
             len_bytes: allocation.len_bytes,
             cuda: Some(CudaMemory {
                 ipc_handle: ipc_handle.to_vec(),
@@ -742,10 +747,14 @@ impl Communicator {
             }),
         };
         let mut buffers = self.buffers.clone();
+        let window = Arc::clone(&self.window);
         // In a task of its own: if nobody waits any more, the buffer is dropped, and so released.
         let registered = tokio::spawn(async move {
             let answer = bounded(buffers.register(request)).await;
             let answer = answer.map_err(|status| buffer_error(&status))?.into_inner();
+            if let (Some(lane), Some(number)) = (window.lane.get(), number) {
+                lane.set_registered(allocation.start, allocation.len_bytes, number);
+            }
             let buffer = pending.enter(answer.buffer_id, true);
             drop(registering);
             Ok(buffer)
@@ -836,12 +845,18 @@ impl Communicator {
         }
         let num_elems = num_elems as u64;
         if matches!(self.lane(), Lane::Delegated | Lane::Resident) {
+            let len_bytes = num_elems.saturating_mul(dtype.size_bytes() as u64);
+            let known = {
+                let table = locked(&gpu.table);
+                [src, dst].map(|pointer| table.find(pointer, len_bytes).is_some())
+            };
             let tensors = Tensors {
                 src,
                 dst,
                 num_elems,
                 dtype,
                 op,
+                known,
             };
             // SAFETY: the caller's.
             return unsafe { self.launch_on(stream, tensors, &options).await };

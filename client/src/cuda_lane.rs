@@ -18,14 +18,15 @@ use crate::cuda::{StreamHandle, locked};
 use crate::error::AllReduceError;
 use allreduce_contract::cuda::{
     Context, CudaError, DeviceMemory, Entered, Event, IPC_HANDLE_LEN, ImportedMemory,
-    RegisteredPage, Relaxed, Stream, copy, is_capturing,
+    RegisteredPage, Relaxed, Stream, allocation_around, copy, is_capturing,
 };
 use allreduce_contract::kernel::{
-    CONTROL_BLOCK_BYTES, Call, CallParts, ControlBlock, Instance, KERNEL_ABI_VERSION, RING_ARENA,
-    RING_STAGING, Regions, RingLaunch, RingPlace, command, dtype_code, op_code,
+    CONTROL_BLOCK_BYTES, Call, CallParts, ControlBlock, Instance, KERNEL_ABI_VERSION,
+    MAX_RING_BUFFERS, RING_ARENA, RING_STAGING, Regions, RingLaunch, RingPlace, command,
+    dtype_code, op_code,
 };
 use allreduce_contract::module::{Kernels, LaunchError, Shape};
-use allreduce_contract::v1::{self, CudaWindows, Peers, PlanResponse, RegionKind};
+use allreduce_contract::v1::{self, CudaMemory, CudaWindows, Peers, PlanResponse, RegionKind};
 use allreduce_contract::window::{Abort, AbortReason, Control};
 use allreduce_contract::{Algorithm, Dtype, Op, WorldSize};
 use std::collections::{BTreeMap, HashMap};
@@ -55,12 +56,42 @@ const MAX_PLANS: usize = 4096;
 #[derive(Debug)]
 struct Anchor {
     memory: DeviceMemory,
+    /// Lane `resident`: where tensors are copied to, and from: captured copies name it.
+    staging: Mutex<Option<Arc<Staging>>>,
     /// The session whose epoch it is in, 0 for none.
     owner: Mutex<u64>,
 }
 
 /// What a process has once, by key.
 type Registry<K, V> = Mutex<BTreeMap<K, V>>;
+
+/// Memory that the executor maps for as long as the epoch lasts.
+#[derive(Debug)]
+struct Staging {
+    memory: DeviceMemory,
+    generation: u64,
+    handle: [u8; IPC_HANDLE_LEN],
+}
+
+/// Length of the staging memory, in whole allocations of the driver's; halves for sources and destinations.
+const STAGING_LEN_BYTES: u64 = 4 << 20;
+
+/// Numbers of memories in commands; each is the same for the same address, whatever the epoch. [`RING_STAGING`] first.
+static NUMBERS: Registry<(String, u64), u8> = Mutex::new(BTreeMap::new());
+
+/// By which number commands name an allocation that starts there; none if all numbers are taken.
+pub(crate) fn ring_number(context: &Context, start: u64) -> Option<u8> {
+    let mut numbers = locked(&NUMBERS);
+    let key = (context.device().uuid().to_owned(), start);
+    if let Some(number) = numbers.get(&key) {
+        return Some(*number);
+    }
+    let taken: Vec<u8> = numbers.values().copied().collect();
+    let first = RING_STAGING + 1;
+    let number = (first..MAX_RING_BUFFERS as u8).find(|number| !taken.contains(number))?;
+    numbers.insert(key, number);
+    Some(number)
+}
 
 /// By communicator, rank and GPU.
 static ANCHORS: Registry<(String, u32, String), Arc<Anchor>> = Mutex::new(BTreeMap::new());
@@ -119,10 +150,45 @@ fn anchor(context: &Arc<Context>, communicator: &str, rank: u32) -> Result<Arc<A
     }
     let anchor = Arc::new(Anchor {
         memory: DeviceMemory::allocate(context, CONTROL_BLOCK_BYTES)?,
+        staging: Mutex::default(),
         owner: Mutex::new(0),
     });
     anchors.insert(key, Arc::clone(&anchor));
     Ok(anchor)
+}
+
+/// What the executor is to map for a rank of lane `resident`, as a registration of memory [`RING_STAGING`] names it.
+pub(crate) fn staging(
+    context: &Arc<Context>,
+    communicator: &str,
+    rank: u32,
+) -> Result<CudaMemory, String> {
+    let text = |error: CudaError| error.to_string();
+    let _relaxed = Relaxed::begin().map_err(text)?;
+    let anchor = anchor(context, communicator, rank).map_err(text)?;
+    let mut staging = locked(&anchor.staging);
+    let staging = match &*staging {
+        Some(staging) => Arc::clone(staging),
+        None => {
+            let memory = DeviceMemory::allocate(context, STAGING_LEN_BYTES).map_err(text)?;
+            let allocation = allocation_around(context, memory.start());
+            let generation = allocation.map_err(|error| error.to_string())?.generation;
+            let handle = memory.export().map_err(text)?;
+            let made = Arc::new(Staging {
+                memory,
+                generation,
+                handle,
+            });
+            *staging = Some(Arc::clone(&made));
+            made
+        }
+    };
+    Ok(CudaMemory {
+        ipc_handle: staging.handle.to_vec(),
+        generation: staging.generation,
+        len_bytes: STAGING_LEN_BYTES,
+        device_uuid: context.device().uuid().to_owned(),
+    })
 }
 
 fn kernels(
@@ -236,23 +302,17 @@ enum Way {
 struct Bell {
     /// Of the kernel that stays.
     blocks: u32,
-    /// The arena, in this process: tensors there are read and written where they are.
+    /// The arena, in this process: tensors there are read and written where they are, as those in registered memory.
     arena: (u64, u64),
     /// Where others are copied to, and from: the first half for sources, the second for destinations.
-    staging: (u64, u64),
+    staging: u64,
 }
 
-impl Bell {
-    /// How a ring names a tensor in the arena.
-    fn place(&self, at: u64, len_bytes: u64) -> Option<RingPlace> {
-        let (start, has) = self.arena;
-        let offset_bytes = at.checked_sub(start)?;
-        let end = offset_bytes.checked_add(len_bytes)?;
-        (end <= has).then_some(RingPlace {
-            memory: RING_ARENA,
-            offset_bytes,
-        })
-    }
+/// Where a range is in a memory that starts at `start` and has `has` bytes.
+fn offset_in((start, has): (u64, u64), at: u64, len_bytes: u64) -> Option<u64> {
+    let offset_bytes = at.checked_sub(start)?;
+    let end = offset_bytes.checked_add(len_bytes)?;
+    (end <= has).then_some(offset_bytes)
 }
 
 /// A rank's side of the lane, for one epoch.
@@ -267,6 +327,8 @@ pub(crate) struct Lane {
     /// None once closed.
     opened: Mutex<Option<Opened>>,
     plans: Mutex<HashMap<PlanKey, LanePlan>>,
+    /// Lane `resident`, by where they start: length and number of registered memories.
+    registered: Mutex<BTreeMap<u64, (u64, u8)>>,
     /// Held while a call is launched: calls of several streams are made one after the other.
     last: Mutex<LastUse>,
     /// Recorded on the stream of the last call when another stream makes the next.
@@ -281,6 +343,8 @@ pub(crate) struct Tensors {
     pub(crate) num_elems: u64,
     pub(crate) dtype: Dtype,
     pub(crate) op: Op,
+    /// Whether source and destination are inside registered memory, or the arena.
+    pub(crate) known: [bool; 2],
 }
 
 impl Lane {
@@ -364,6 +428,7 @@ impl Lane {
             }
             windows.insert(rank, memory);
         }
+        let anchor = anchor(context, opener.communicator, opener.rank).map_err(text)?;
         let own = windows.get(&opener.rank).cloned();
         let own = own.ok_or("Peers names no window of this rank")?;
         let way = match is_resident {
@@ -371,10 +436,10 @@ impl Lane {
             true => Way::Resident(Bell {
                 blocks: layout.resident_blocks,
                 arena: opener.arena,
-                staging: (
-                    own.start() + regions.staging_offset(),
-                    4 * regions.staging_part_bytes,
-                ),
+                staging: locked(&anchor.staging)
+                    .as_ref()
+                    .map(|staging| staging.memory.start())
+                    .ok_or("there is no staging memory")?,
             }),
         };
         // SAFETY: the lane unregisters the page when it is closed or dropped (the caller's).
@@ -382,7 +447,8 @@ impl Lane {
             .map_err(|error| format!("the control page: {error}"))?;
         let lane = Self {
             way,
-            anchor: anchor(context, opener.communicator, opener.rank).map_err(text)?,
+            registered: Mutex::default(),
+            anchor,
             context: Arc::clone(context),
             kernels,
             session: opener.session,
@@ -503,6 +569,7 @@ impl Lane {
             num_elems: TEST_ELEMS as u64,
             dtype: Dtype::F32,
             op: Op::Sum,
+            known: [false; 2],
         };
         let stream_handle = StreamHandle::from_raw(stream.raw().cast());
         let plan_of = |algorithm| LanePlan {
@@ -597,6 +664,7 @@ impl Lane {
             num_elems,
             dtype,
             op,
+            ..
         } = tensors;
         let Some(op_code) = op_code(op) else {
             return Err(AllReduceError::NoKernel { dtype, op });
@@ -654,8 +722,30 @@ impl Lane {
         }
     }
 
-    /// Lane `resident`: rings, once for each piece; tensors outside of the arena are copied to where the executor's
-    /// kernel can read them, and from there.
+    /// A memory of the worker's that the executor has mapped: commands may name it, by this number.
+    pub(crate) fn set_registered(&self, start: u64, len_bytes: u64, number: u8) {
+        locked(&self.registered).insert(start, (len_bytes, number));
+    }
+
+    /// How a command names a tensor, if it is where the executor's kernel can reach it.
+    fn place(&self, bell: &Bell, at: u64, len_bytes: u64) -> Option<RingPlace> {
+        if let Some(offset_bytes) = offset_in(bell.arena, at, len_bytes) {
+            return Some(RingPlace {
+                memory: RING_ARENA,
+                offset_bytes,
+            });
+        }
+        let registered = locked(&self.registered);
+        let (start, (has, memory)) = registered.range(..=at).next_back()?;
+        let offset_bytes = offset_in((*start, *has), at, len_bytes)?;
+        Some(RingPlace {
+            memory: *memory,
+            offset_bytes,
+        })
+    }
+
+    /// Lane `resident`: rings, once for each piece; tensors that are neither in the arena nor in registered memory are
+    /// copied to where the executor's kernel can read them, and from there.
     ///
     /// # Safety
     /// As [`Self::launch`].
@@ -673,13 +763,14 @@ impl Lane {
             num_elems,
             dtype,
             op,
+            known,
         } = tensors;
         let (Some(dtype_code), Some(op_code)) = (dtype_code(dtype), op_code(op)) else {
             return Err(AllReduceError::NoKernel { dtype, op });
         };
         let elem_bytes = dtype.size_bytes() as u64;
-        let (staging, staging_len_bytes) = bell.staging;
-        let half = staging_len_bytes / 2;
+        let staging = bell.staging;
+        let half = STAGING_LEN_BYTES / 2;
         let most = plan.launch_elems.min(half / elem_bytes).max(1);
         let mut first = 0;
         loop {
@@ -690,7 +781,9 @@ impl Lane {
                 memory: RING_STAGING,
                 offset_bytes,
             };
-            let (src_place, dst_place) = (bell.place(src, len_bytes), bell.place(dst, len_bytes));
+            let place = |at| self.place(bell, at, len_bytes);
+            let [src_place, dst_place] = [(src, known[0]), (dst, known[1])]
+                .map(|(at, known)| known.then(|| place(at)).flatten());
             let rung_dst = dst_place.map_or(staging + half, |_| dst);
             let ring = RingLaunch {
                 control: self.anchor.memory.start(),

@@ -46,14 +46,24 @@ AR_DEV u64 ring_address(const Bell& bell, u32 memory, u64 offset, u64 len_bytes,
     return inside && buffer.start != 0 ? buffer.start + offset : 0;
 }
 
+// A service thread: what the executor says of a memory now, if it has been told of it since the launch.
+AR_DEV_COLD void look_up(Bell& bell, u64 state, u32 memory) {
+    const u64 entry = state + AR_OFFSETOF(ResidentState, buffers) + (memory & (MAX_RING_BUFFERS - 1)) * sizeof(RingBuffer);
+    bell.buffers[memory & (MAX_RING_BUFFERS - 1)] = {ld_acquire_u64(entry), ld_acquire_u64(entry + AR_OFFSETOF(RingBuffer, len_bytes))};
+}
+
 // A service thread: the call that a command asks for; none if it is a bad one. No loads but from shared memory: this is
 // between the bell and everything else.
-AR_DEV u32 decode(Bell& bell, u64 control, u32 blocks, u32 threads) {
+AR_DEV u32 decode(Bell& bell, u64 control, u64 state, u32 blocks, u32 threads) {
+    const u32 memories[2] = {bell.words[0] >> 16 & 0xff, bell.words[0] >> 24};
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (AR_UNLIKELY(bell.buffers[memories[i] & (MAX_RING_BUFFERS - 1)].start == 0)) look_up(bell, state, memories[i]);
     const u32 dtype = bell.words[0] & 0xff, op = bell.words[0] >> 8 & 0xff;
     const u32 elem_bytes = dtype == DTYPE_F32 ? 4 : 2;
     const u64 num_elems = bell.words[1], len_bytes = num_elems * elem_bytes;
-    const u64 src = ring_address(bell, bell.words[0] >> 16 & 0xff, bell.words[2] | (u64)bell.words[3] << 32, len_bytes, elem_bytes);
-    const u64 dst = ring_address(bell, bell.words[0] >> 24, bell.words[4] | (u64)bell.words[5] << 32, len_bytes, elem_bytes);
+    const u64 src = ring_address(bell, memories[0], bell.words[2] | (u64)bell.words[3] << 32, len_bytes, elem_bytes);
+    const u64 dst = ring_address(bell, memories[1], bell.words[4] | (u64)bell.words[5] << 32, len_bytes, elem_bytes);
     const bool apart = src == dst || src + len_bytes <= dst || dst + len_bytes <= src;
     const bool good = dtype <= DTYPE_BF16 && op <= OP_MAX && src != 0 && dst != 0 && apart && len_bytes <= bell.capacity_bytes;
     if (AR_UNLIKELY(!good)) return BELL_REFUSE;
@@ -171,7 +181,7 @@ AR_DEV void resident(Shared* sh, Bell* bell, const ResidentLaunch& launch) {
             const bool rung = await_bell(bell, launch, me.control, window, me.state, sequence, lane);
             service_sync();
             if (lane == 0) {
-                bell->what = rung ? decode(*bell, me.control, grid_x(), threads) : (u32)BELL_END;
+                bell->what = rung ? decode(*bell, me.control, me.state, grid_x(), threads) : (u32)BELL_END;
                 if (AR_UNLIKELY(bell->what == BELL_REFUSE)) refuse_command(me.control, sequence);
             }
         }

@@ -280,6 +280,7 @@ fn handles_that_do_not_open_are_refused() {
             offset_bytes: 0,
             len_bytes: memory.len_bytes,
             cuda: Some(memory),
+            ring_memory: 0,
         };
         let scrambled = (0..IPC_HANDLE_LEN as u64).map(|at| (at * 151 + 89) as u8);
         for bytes in [

@@ -19,7 +19,7 @@ use crate::health::HealthTable;
 use crate::plan::{LaneChoice, Plan, check_wanted_lanes};
 use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
 use allreduce_contract::cuda::ImportedMemory;
-use allreduce_contract::kernel::Instance;
+use allreduce_contract::kernel::{Instance, MAX_RING_BUFFERS};
 use allreduce_contract::memory::{Mapping, MemoryError, SealedMemory};
 use allreduce_contract::v1::{CudaMemory, ErrorCode, Hello, RegionKind};
 use allreduce_contract::window::{ABI_VERSION, Control};
@@ -97,6 +97,8 @@ pub(crate) struct RegisterCuda {
     pub(crate) memory: CudaMemory,
     pub(crate) offset_bytes: u64,
     pub(crate) len_bytes: u64,
+    /// Lane resident: by which number commands name it; 0 for none.
+    pub(crate) ring_memory: u32,
 }
 
 /// What Admin shows.
@@ -1128,8 +1130,14 @@ impl Task {
             ref memory,
             offset_bytes,
             len_bytes,
+            ring_memory,
         } = *request;
         let mapped = import.len_bytes();
+        if ring_memory as usize >= MAX_RING_BUFFERS {
+            return Err(BufferError::BadHandle(format!(
+                "ring_memory {ring_memory} is not below {MAX_RING_BUFFERS}"
+            )));
+        }
         let kept = if memory.len_bytes > mapped {
             Err(BufferError::BadMemory(format!(
                 "it was announced with {} bytes and has {mapped}",
@@ -1150,7 +1158,12 @@ impl Task {
         });
         match (registered, &mut self.backend) {
             (Ok((buffer_id, handle)), Backend::Cuda(cuda)) => {
-                cuda.keep_import(session, handle, import);
+                let ring = (ring_memory > 0).then_some(cuda::RingMemory {
+                    number: ring_memory,
+                    start: import.start() + offset_bytes,
+                    len_bytes,
+                });
+                cuda.keep_import(session, handle, import, ring);
                 Ok(buffer_id)
             }
             (Ok((buffer_id, _)), Backend::Host(_)) => Ok(buffer_id),

@@ -48,6 +48,7 @@ impl Buffers for BuffersService {
             offset_bytes,
             len_bytes,
             cuda,
+            ring_memory,
         } = request.into_inner();
         let answer = match cuda {
             Some(memory) => {
@@ -56,6 +57,7 @@ impl Buffers for BuffersService {
                     memory,
                     offset_bytes,
                     len_bytes,
+                    ring_memory,
                 };
                 self.handle.register_cuda(request).await
             }

@@ -15,7 +15,7 @@ use crate::communicator::GpuError;
 use crate::config::CudaConfig;
 use allreduce_contract::cuda::{CudaError, DeviceMemory, IPC_HANDLE_LEN};
 use allreduce_contract::kernel::{
-    CONTROL_BLOCK_BYTES, ControlBlock, Instance, MAX_RING_BLOCKS, MAX_RING_BUFFERS,
+    CONTROL_BLOCK_BYTES, ControlBlock, Instance, MAX_RING_BLOCKS, MAX_RING_BUFFERS, RING_ARENA,
     RING_PARKED_OFFSET, Regions, ResidentState, RingBuffer, SIGNAL_BYTES,
 };
 use allreduce_contract::memory::SealedMemory;
@@ -181,19 +181,12 @@ fn start_residents(
                 starts,
             );
             let mut buffers = [RingBuffer::default(); MAX_RING_BUFFERS];
-            let staging = lane.get(rank).map_or(0, |of| of.memory.start());
-            let known = [
-                RingBuffer {
+            let own = lane.get(rank).map_or(0, |of| of.memory.start());
+            if let Some(arena) = buffers.get_mut(usize::from(RING_ARENA)) {
+                *arena = RingBuffer {
                     start: window.arena_start(),
                     len_bytes: window.arena_len_bytes(),
-                },
-                RingBuffer {
-                    start: staging + spec.regions.staging_offset(),
-                    len_bytes: 4 * spec.regions.staging_part_bytes,
-                },
-            ];
-            for (to, from) in buffers.iter_mut().zip(known) {
-                *to = from;
+                };
             }
             let state = ResidentState {
                 exited: [0; MAX_RING_BLOCKS as usize],
@@ -218,9 +211,7 @@ fn start_residents(
                     .fill(place.control.start(), 0, CONTROL_BLOCK_BYTES)
                     .and_then(|()| stream.upload(place.control.start(), block))
                     .and_then(|()| stream.upload(place.state.start(), state))
-                    .and_then(|()| {
-                        stream.upload(staging + RING_PARKED_OFFSET, parked.as_flattened())
-                    })
+                    .and_then(|()| stream.upload(own + RING_PARKED_OFFSET, parked.as_flattened()))
             }
             .and_then(|()| stream.synchronize())
             .map_err(failed("resident kernel"))?;

@@ -18,7 +18,7 @@ mod test;
 mod window;
 
 pub(crate) use lane::{EpochLane, LaneSpec, LaneWindow};
-pub(crate) use resident::ResidentShape;
+pub(crate) use resident::{ResidentShape, RingMemory};
 pub(crate) use test::{Verdict, test};
 pub(crate) use window::{Window, WindowSpec};
 
@@ -263,6 +263,8 @@ pub(crate) struct CudaBackend {
     windows: HashMap<u64, Arc<Window>>,
     /// By session and memory.
     imports: HashMap<(u64, u64), Arc<ImportedMemory>>,
+    /// By session and memory: the number that commands to the kernel that stays name it by.
+    ring_memories: HashMap<(u64, u64), u32>,
     /// By session: the windows of its epoch's lane, all of which the rank may have mapped.
     lanes_of: HashMap<u64, Arc<EpochLane>>,
     epoch: Option<Epoch>,
@@ -298,6 +300,7 @@ impl CudaBackend {
             busy: Busy::default(),
             windows: HashMap::new(),
             imports: HashMap::new(),
+            ring_memories: HashMap::new(),
             lanes_of: HashMap::new(),
             epoch: None,
             ended: None,
@@ -406,8 +409,29 @@ impl CudaBackend {
         }
     }
 
-    pub(crate) fn keep_import(&mut self, session: u64, memory: u64, import: Arc<ImportedMemory>) {
+    pub(crate) fn keep_import(
+        &mut self,
+        session: u64,
+        memory: u64,
+        import: Arc<ImportedMemory>,
+        ring: Option<RingMemory>,
+    ) {
         self.imports.insert((session, memory), import);
+        if let Some(ring) = ring {
+            self.set_ring_memory(session, ring);
+            self.ring_memories.insert((session, memory), ring.number);
+        }
+    }
+
+    /// Tells the kernel that stays what commands of the session's rank may name by a number.
+    fn set_ring_memory(&self, session: u64, ring: RingMemory) {
+        let (Some(window), Some(lane)) = (self.windows.get(&session), self.lanes_of.get(&session))
+        else {
+            return;
+        };
+        for resident in lane.residents() {
+            resident.set_memory(window, ring);
+        }
     }
 
     /// GPU memory of all windows.
@@ -621,6 +645,15 @@ impl CudaBackend {
     /// Unmaps a memory, likewise.
     pub(crate) fn forget_memory(&mut self, session: u64, memory: u64, freed: Option<Freed>) {
         let imports = self.imports.remove(&(session, memory));
+        if let Some(number) = self.ring_memories.remove(&(session, memory)) {
+            // Before it is unmapped, for which the kernel parks.
+            let gone = RingMemory {
+                number,
+                start: 0,
+                len_bytes: 0,
+            };
+            self.set_ring_memory(session, gone);
+        }
         let garbage = Garbage {
             imports: imports.into_iter().collect(),
             ..Garbage::default()
@@ -699,6 +732,7 @@ impl CudaBackend {
                 garbage.window = self.windows.remove(&session);
                 garbage.lane = self.lanes_of.remove(&session);
                 self.awaited.retain(|(owner, _), _| *owner != session);
+                self.ring_memories.retain(|(owner, _), _| *owner != session);
                 self.values.retain(|(owner, _), _| *owner != session);
                 self.free(garbage, freed);
             }

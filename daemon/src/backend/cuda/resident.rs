@@ -10,7 +10,9 @@
 use crate::backend::cuda::gpu::{Gpu, Kernels};
 use crate::backend::cuda::window::Window;
 use allreduce_contract::cuda::{CudaError, DeviceMemory, Stream};
-use allreduce_contract::kernel::{ControlBlock, ResidentLaunch, ResidentRank, ResidentState};
+use allreduce_contract::kernel::{
+    ControlBlock, ResidentLaunch, ResidentRank, ResidentState, RingBuffer,
+};
 use nix::sys::prctl::set_timerslack;
 use std::mem::offset_of;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -29,6 +31,16 @@ pub(crate) struct ResidentShape {
     pub(crate) idle: Duration,
     /// How often the thread looks whether a rank wants it.
     pub(crate) wake_poll: Duration,
+}
+
+/// A memory that commands of a rank may name.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RingMemory {
+    /// By this number.
+    pub(crate) number: u32,
+    /// Where it starts in this process; 0 if it is gone.
+    pub(crate) start: u64,
+    pub(crate) len_bytes: u64,
 }
 
 /// A rank on the GPU.
@@ -140,6 +152,24 @@ impl Resident {
                 tracing::warn!(%error, "cannot set the resident kernel's timeout");
             }
         }
+    }
+
+    /// What commands of the window's rank may name by a number from now on. A launch that is there keeps what it has
+    /// found, so one that has found another is told to park.
+    pub(crate) fn set_memory(&self, window: &Arc<Window>, memory: RingMemory) {
+        let places = self.shared.places.iter();
+        for place in places.filter(|place| Arc::ptr_eq(&place.window, window)) {
+            let entry = offset_of!(ResidentState, buffers)
+                + memory.number as usize * size_of::<RingBuffer>();
+            let at = place.state.start() + entry as u64;
+            let [start, len_bytes] = [memory.start, memory.len_bytes].map(u64::to_le_bytes);
+            let bytes: Vec<u8> = start.into_iter().chain(len_bytes).collect();
+            // SAFETY: the entry is inside the state (its number was checked); the kernel reads it at any time.
+            if let Err(error) = unsafe { self.shared.gpu.side_stream.upload(at, &bytes) } {
+                tracing::warn!(%error, "cannot tell the resident kernel of a memory");
+            }
+        }
+        self.shared.stop();
     }
 
     /// Has it end. Waits for nothing.

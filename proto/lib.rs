@@ -8,6 +8,7 @@ pub mod companion;
 pub mod cuda;
 #[cfg(feature = "kernels")]
 pub mod kernel;
+pub mod lane;
 pub mod memory;
 pub mod status;
 pub mod transport;

@@ -14,8 +14,10 @@
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::error::{EpochEnd, Refused, connection_ended};
+use crate::host_lane::{HostLane, Peer};
 use allreduce_contract::Backend;
 use allreduce_contract::companion::{Kind, Reply, Request, TOKEN_LEN};
+use allreduce_contract::lane::{Board, Geometry, Identity, Lane};
 use allreduce_contract::memory::{Mapping, SealedMemory};
 use allreduce_contract::transport::{dial, error_chain};
 use allreduce_contract::v1::attach_request::Message as FromRank;
@@ -23,8 +25,8 @@ use allreduce_contract::v1::attach_response::Message as ToRank;
 use allreduce_contract::v1::buffers_client::BuffersClient;
 use allreduce_contract::v1::communicator_client::CommunicatorClient;
 use allreduce_contract::v1::{
-    AttachRequest, Heartbeat, Hello, Joined, Leave, Mapped, Notice, NoticeKind, Ready, RegionKind,
-    ReleaseRequest, Shared,
+    AttachRequest, GaveUp, Heartbeat, Hello, Joined, Leave, Mapped, Notice, NoticeKind, Peers,
+    Ready, RegionKind, ReleaseRequest, Shared,
 };
 use allreduce_contract::window::Control;
 use nix::sys::socket::{
@@ -91,6 +93,8 @@ pub(crate) struct Window {
     pub(crate) joined: Joined,
     pub(crate) control: Control,
     pub(crate) arena: Arena,
+    /// On backend host, on a lane that shares memory.
+    pub(crate) host_lane: OnceLock<Arc<HostLane>>,
 }
 
 impl Window {
@@ -116,8 +120,11 @@ impl Window {
 }
 
 impl Window {
-    /// The executor is gone: lets go whatever waits for it on a GPU. Blocks until that is done.
+    /// The executor is gone: lets go whatever waits for it in shared memory or on a GPU. Blocks until that is done.
     fn let_go(&self) {
+        if let Some(lane) = self.host_lane.get() {
+            lane.executor_lost();
+        }
         match &self.arena {
             Arena::Host(_) => {}
             #[cfg(feature = "cuda")]
@@ -165,6 +172,8 @@ impl From<String> for Unmapped {
 pub(crate) enum Errand {
     /// Give a buffer back.
     Release(u64),
+    /// Tell the executor that a reduction could not be finished.
+    GaveUp(GaveUp),
     /// Say when everything asked before is done.
     Flush(oneshot::Sender<()>),
     /// Leave, then end.
@@ -284,6 +293,19 @@ fn lost(error: impl std::fmt::Display) -> Over {
 }
 
 impl Member<'_> {
+    /// Maps what ranks share on backend host.
+    async fn share(&self, rank: u32, window: &Arc<Window>, peers: Peers) -> Result<(), String> {
+        let at = self.at.clone();
+        let joined = window.joined.clone();
+        // The companion socket is blocking.
+        let mapping =
+            tokio::task::spawn_blocking(move || map_host_lane(&at, rank, &joined, &peers));
+        let lane = mapping.await.map_err(|error| error.to_string())??;
+        // Peers comes once.
+        let _ = window.host_lane.set(Arc::new(lane));
+        Ok(())
+    }
+
     async fn run(
         &self,
         hello: Hello,
@@ -376,7 +398,14 @@ impl Member<'_> {
                             }
                         }
                         Some(ToRank::Peers(peers)) => {
-                            let error = format!("this client has not got lane {}", peers.lane().as_str_name());
+                            let shared = match (&window, &context) {
+                                (Some(window), None) => self.share(rank, window, peers).await,
+                                (_, _) => Err(format!(
+                                    "this client has not got lane {}",
+                                    peers.lane().as_str_name()
+                                )),
+                            };
+                            let error = shared.err().unwrap_or_default();
                             send(FromRank::Shared(Shared { error }));
                         }
                         Some(ToRank::Notice(notice)) => match notice.kind() {
@@ -419,6 +448,9 @@ impl Member<'_> {
                             // A refusal says that it was given back before, or with the session.
                             let _ = buffers.release(ReleaseRequest { session, buffer_id }).await;
                         });
+                    }
+                    Some(Errand::GaveUp(gave_up)) => {
+                        send(FromRank::GaveUp(gave_up));
                     }
                     Some(Errand::Flush(done)) => {
                         let mut earlier = std::mem::take(&mut releases);
@@ -480,15 +512,10 @@ fn map_window(
             token: at.token,
             session: joined.session,
             rank,
+            peer: rank,
             len_bytes: 0,
         };
-        match exchange(&at.companion, &request, None)? {
-            (Reply::Region { len_bytes }, Some(fd)) if len_bytes == announced => {
-                SealedMemory::adopt(fd, announced).map_err(|error| error.to_string())
-            }
-            (Reply::Refused(refusal), _) => Err(refusal.to_string()),
-            (reply, _) => Err(format!("unexpected reply {reply:?}")),
-        }
+        fetch_region(at, &request, announced)
     };
     let control = fetch(Kind::Control, RegionKind::Control)?;
     let control = Control::open(&control).map_err(|error| error.to_string())?;
@@ -504,7 +531,94 @@ fn map_window(
         joined,
         control,
         arena,
+        host_lane: OnceLock::new(),
     })
+}
+
+/// Fetches a region of `announced` bytes.
+fn fetch_region(
+    at: &ExecutorAt,
+    request: &Request,
+    announced: u64,
+) -> Result<SealedMemory, String> {
+    match exchange(&at.companion, request, None)? {
+        (Reply::Region { len_bytes }, Some(fd)) if len_bytes == announced => {
+            SealedMemory::adopt(fd, announced).map_err(|error| error.to_string())
+        }
+        (Reply::Refused(refusal), _) => Err(refusal.to_string()),
+        (reply, _) => Err(format!("unexpected reply {reply:?}")),
+    }
+}
+
+/// Maps the board, the own lane, and the lanes and arenas of the peers.
+fn map_host_lane(
+    at: &ExecutorAt,
+    rank: u32,
+    joined: &Joined,
+    peers: &Peers,
+) -> Result<HostLane, String> {
+    let host = peers
+        .host
+        .as_ref()
+        .ok_or("Peers does not say how the lane works")?;
+    let geometry = Geometry {
+        one_shot_max_bytes: host.one_shot_max_bytes,
+        block_len_bytes: host.block_len_bytes,
+        stage_len_bytes: host.stage_len_bytes,
+        spin: Duration::from_nanos(host.spin_ns),
+        yielding: Duration::from_nanos(host.yield_ns),
+    };
+    let stage_len_bytes = usize::try_from(host.stage_len_bytes)
+        .ok()
+        .filter(|_| geometry.is_legal())
+        .ok_or_else(|| format!("Peers names lengths that no lane has: {geometry:?}"))?;
+    let world_size = u32::try_from(peers.peers.len()).unwrap_or(u32::MAX);
+    let fetch = |kind: Kind, peer: u32, announced: u64| {
+        let request = Request {
+            kind,
+            token: at.token,
+            session: joined.session,
+            rank,
+            peer,
+            len_bytes: 0,
+        };
+        fetch_region(at, &request, announced)
+    };
+    let text = |error: allreduce_contract::lane::BadLane| error.to_string();
+    let board = fetch(Kind::Board, rank, host.board_len_bytes)?;
+    let board = Board::open(&board, world_size, joined.epoch).map_err(text)?;
+    let mut own = None;
+    let mut mapped = Vec::new();
+    for (peer, shared) in (0..world_size).zip(&peers.peers) {
+        let announced = |kind: RegionKind| {
+            let region = shared.regions.iter().find(|found| found.kind() == kind);
+            region
+                .map(|region| region.len_bytes)
+                .ok_or_else(|| format!("Peers names no region {kind:?} of rank {peer}"))
+        };
+        let identity = Identity {
+            rank: peer,
+            world_size,
+            epoch: joined.epoch,
+        };
+        let lane = fetch(Kind::Lane, peer, announced(RegionKind::Lane)?)?;
+        if peer == rank {
+            own = Some(Lane::open(&lane, identity, stage_len_bytes).map_err(text)?);
+            mapped.push(None);
+        } else {
+            let arena = fetch(Kind::Arena, peer, announced(RegionKind::Arena)?)?;
+            mapped.push(Some(Peer::open(&lane, &arena, identity, stage_len_bytes)?));
+        }
+    }
+    let own = own.ok_or("Peers does not name this rank")?;
+    Ok(HostLane::new(
+        rank,
+        geometry,
+        stage_len_bytes,
+        board,
+        own,
+        mapped,
+    ))
 }
 
 /// One exchange on the companion socket, at most [`COMPANION_TIMEOUT_S`] for each direction.

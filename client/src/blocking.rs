@@ -141,8 +141,8 @@ impl Communicator {
         buffer: Buffer<T>,
         op: Op,
     ) -> Result<Buffer<T>, Box<Failed<Buffer<T>>>> {
-        self.runtime
-            .block_on(self.communicator.all_reduce(buffer, op))
+        self.all_reduce_with(buffer, op, AllReduceOptions::default())
+            .map(|(buffer, _)| buffer)
     }
 
     /// See [`crate::Communicator::all_reduce_with`].
@@ -155,8 +155,8 @@ impl Communicator {
         op: Op,
         options: AllReduceOptions,
     ) -> Outcome<Buffer<T>> {
-        self.runtime
-            .block_on(self.communicator.all_reduce_with(buffer, op, options))
+        self.communicator
+            .all_reduce_with_here(&self.runtime, buffer, op, options)
     }
 
     /// See [`crate::Communicator::all_reduce_into`].
@@ -170,8 +170,8 @@ impl Communicator {
         op: Op,
         options: AllReduceOptions,
     ) -> Outcome<(Buffer<T>, Buffer<T>)> {
-        self.runtime
-            .block_on(self.communicator.all_reduce_into(src, dst, op, options))
+        self.communicator
+            .all_reduce_into_here(&self.runtime, src, dst, op, options)
     }
 
     /// See [`crate::Communicator::wait_settled`].

@@ -39,6 +39,7 @@ mod communicator;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod error;
+mod host_lane;
 mod sequence;
 
 pub use allreduce_contract::memory::MemoryError;

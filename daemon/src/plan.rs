@@ -6,8 +6,11 @@
 //! the communicator (each reduction) and the executor (the lane, at join). Refuses to look at a
 //! machine: what it needs to know comes in [`PlanRequest`].
 
+use crate::config::Host;
 use allreduce_contract::kernel::{self, Instance, MAX_BLOCKS, MAX_PACKS, PACK_BYTES};
+use allreduce_contract::lane::{Geometry, NotDelegated};
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, WorldSize};
+use std::time::Duration;
 
 /// What is to be reduced, and with what.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,6 +33,8 @@ pub(crate) struct PlanRequest {
     pub in_place: bool,
     /// Threads that may share one reduction, at least 1.
     pub max_threads: usize,
+    /// How ranks reduce in shared memory.
+    pub geometry: Geometry,
     /// What the GPUs can take; known once they were tested.
     pub gpus: Option<GpuLimits>,
 }
@@ -112,6 +117,14 @@ pub(crate) enum Refusal {
         /// The backend in use.
         backend: Backend,
     },
+    /// Lane rpc has one_shot and one_shot_chunked.
+    #[error(
+        "algorithm {0} is one of lane delegated: lane rpc reduces by one_shot and one_shot_chunked"
+    )]
+    OnlyDelegated(Algorithm),
+    /// Lane delegated has others.
+    #[error(transparent)]
+    NotDelegated(#[from] NotDelegated),
     /// One block for each rank is already too much.
     #[error(
         "the GPU holds {resident_blocks} blocks at once, and {ranks} ranks share it: use fewer ranks on a GPU"
@@ -179,12 +192,19 @@ pub(crate) fn plan(request: PlanRequest) -> Result<Plan, Refusal> {
         return Err(Refusal::NoSuchAlgorithm { algorithm, backend });
     }
     match backend {
-        Backend::Host => Ok(plan_host(&request, len_bytes)),
+        Backend::Host => match lane {
+            Lane::Rpc | Lane::Resident => plan_host(&request, len_bytes),
+            Lane::Delegated => Ok(Plan {
+                algorithm: request.geometry.algorithm(len_bytes, algorithm)?,
+                // Each rank's own.
+                shape: Shape::Host { threads: 1 },
+            }),
+        },
         Backend::Cuda => plan_cuda(&request, len_bytes),
     }
 }
 
-fn plan_host(request: &PlanRequest, len_bytes: u64) -> Plan {
+fn plan_host(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
     let bytes_read = len_bytes.saturating_mul(u64::from(request.world_size.get()));
     let algorithm = request.algorithm.unwrap_or({
         if bytes_read <= INLINE_MAX_BYTES {
@@ -196,6 +216,7 @@ fn plan_host(request: &PlanRequest, len_bytes: u64) -> Plan {
     let worth = usize::try_from(bytes_read / BYTES_PER_THREAD).unwrap_or(usize::MAX);
     let threads = match algorithm {
         Algorithm::OneShotChunked => worth.clamp(1, request.max_threads.max(1)),
+        Algorithm::TwoShot => return Err(Refusal::OnlyDelegated(algorithm)),
         // Those of the other backend were refused.
         Algorithm::OneShot
         | Algorithm::OneShotPush
@@ -205,9 +226,26 @@ fn plan_host(request: &PlanRequest, len_bytes: u64) -> Plan {
         | Algorithm::TwoShotPull
         | Algorithm::TwoShotPullInband => 1,
     };
-    Plan {
+    Ok(Plan {
         algorithm,
         shape: Shape::Host { threads },
+    })
+}
+
+/// How ranks reduce in shared memory themselves. As measured (docs/benchmarks.md, "host lanes").
+pub(crate) fn lane_geometry(world_size: WorldSize, processors: usize, host: &Host) -> Geometry {
+    let budget = Duration::from_micros(u64::from(host.lane_spin_us));
+    // Who spins keeps the processor from the rank that it waits for.
+    let (spin, yielding) = match world_size.as_usize() <= processors {
+        true => (budget, Duration::ZERO),
+        false => (Duration::ZERO, budget),
+    };
+    Geometry {
+        one_shot_max_bytes: host.lane_stage_bytes.min(16 << 10),
+        block_len_bytes: 512 << 10,
+        stage_len_bytes: host.lane_stage_bytes,
+        spin,
+        yielding,
     }
 }
 
@@ -246,7 +284,10 @@ fn plan_cuda(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
         Algorithm::TwoShotPull if in_place => limits.staging_part_bytes,
         Algorithm::TwoShotPull => limits.staging_part_bytes * ranks_u64,
         // Host algorithms were refused.
-        Algorithm::OneShotPull | Algorithm::OneShot | Algorithm::OneShotChunked => u64::MAX,
+        Algorithm::OneShotPull
+        | Algorithm::OneShot
+        | Algorithm::OneShotChunked
+        | Algorithm::TwoShot => u64::MAX,
     };
     let launch_packs =
         (launch_bytes / PACK_BYTES).clamp(ranks_u64, MAX_PACKS) / ranks_u64 * ranks_u64;
@@ -322,15 +363,16 @@ fn cuda_shape(instance: Instance, most_blocks: u32, packs: u64) -> (u32, u32) {
 
 /// Whether a backend has a lane at all; whether these ranks can have it, [`choose_lane`] finds out.
 fn check_lane(backend: Backend, lane: Lane) -> Result<(), Refusal> {
+    let missing = |available| Refusal::NoSuchLane {
+        lane,
+        backend,
+        available,
+    };
     match (backend, lane) {
         (Backend::Host | Backend::Cuda, Lane::Rpc) => Ok(()),
-        (Backend::Host | Backend::Cuda, Lane::Resident | Lane::Delegated) => {
-            Err(Refusal::NoSuchLane {
-                lane,
-                backend,
-                available: "rpc",
-            })
-        }
+        (Backend::Host, Lane::Delegated) => Ok(()),
+        (Backend::Host, Lane::Resident) => Err(missing("delegated, rpc")),
+        (Backend::Cuda, Lane::Resident | Lane::Delegated) => Err(missing("rpc")),
     }
 }
 
@@ -368,8 +410,19 @@ pub(crate) fn check_wanted_lanes(backend: Backend, wanted: &[Lane]) -> Result<()
     }
 }
 
-/// The lanes that `auto` looks at, best first.
-const AUTO_LANES: [Lane; 3] = [Lane::Resident, Lane::Delegated, Lane::Rpc];
+/// The lanes that `auto` looks at, best first, and why the first is.
+const fn auto_lanes(backend: Backend) -> ([Lane; 3], &'static str) {
+    match backend {
+        Backend::Host => (
+            [Lane::Delegated, Lane::Rpc, Lane::Resident],
+            "auto: ranks reduce in shared memory themselves, without a round trip",
+        ),
+        Backend::Cuda => (
+            [Lane::Resident, Lane::Delegated, Lane::Rpc],
+            "auto: the best there is",
+        ),
+    }
+}
 
 /// Chooses the lane of all ranks: the first that each of them names or leaves open, in the order of the first rank
 /// that names any, and that can be had. `wanted`: by rank, what it can use, best first; empty leaves it open.
@@ -382,7 +435,8 @@ pub(crate) fn choose_lane(
     gpus: Option<&GpuLimits>,
 ) -> Result<LaneChoice, Refusal> {
     let asked = wanted.iter().copied().find(|lanes| !lanes.is_empty());
-    let candidates = asked.unwrap_or(&AUTO_LANES).iter().copied();
+    let (auto, best) = auto_lanes(backend);
+    let candidates = asked.unwrap_or(&auto).iter().copied();
     let is_common = |lane: &Lane| {
         let mut ranks = wanted.iter();
         ranks.all(|lanes| lanes.is_empty() || lanes.contains(lane))
@@ -394,7 +448,7 @@ pub(crate) fn choose_lane(
                 let reason = match (asked, refused) {
                     (Some(_), None) => "asked for".to_owned(),
                     (Some(_), Some((first, why))) => format!("asked for, after {first}: {why}"),
-                    (None, None) => "auto: the best there is".to_owned(),
+                    (None, None) => best.to_owned(),
                     (None, Some((first, why))) => format!("auto: not {first}: {why}"),
                 };
                 return Ok(LaneChoice { lane, reason });
@@ -511,6 +565,11 @@ mod tests {
                     algorithm,
                     in_place,
                     max_threads,
+                    geometry: lane_geometry(
+                        WorldSize::new(world_size).unwrap(),
+                        max_threads,
+                        &Host::default(),
+                    ),
                     gpus,
                 },
             )
@@ -527,7 +586,12 @@ mod tests {
         match plan.shape {
             Shape::Host { threads } => {
                 prop_assert!(threads >= 1 && threads <= request.max_threads.max(1));
-                prop_assert!(plan.algorithm != Algorithm::OneShot || threads == 1);
+                prop_assert!(plan.algorithm == Algorithm::OneShotChunked || threads == 1);
+                let of_lane = match request.lane {
+                    Lane::Delegated => [Algorithm::OneShot, Algorithm::TwoShot],
+                    Lane::Rpc | Lane::Resident => [Algorithm::OneShot, Algorithm::OneShotChunked],
+                };
+                prop_assert!(of_lane.contains(&plan.algorithm));
             }
             Shape::Cuda {
                 blocks,
@@ -569,7 +633,12 @@ mod tests {
                             || request.op == Op::Prod
                             || request.gpus.is_none_or(|gpus| gpus.resident_blocks < gpus.ranks_per_gpu));
                     let refused = cuda_refuses
-                        || request.lane != Lane::Rpc
+                        || check_lane(request.backend, request.lane).is_err()
+                        || (request.backend == Backend::Host
+                            && request.algorithm.is_some_and(|asked| match request.lane {
+                                Lane::Delegated => request.geometry.algorithm(0, Some(asked)).is_err(),
+                                Lane::Rpc | Lane::Resident => asked == Algorithm::TwoShot,
+                            }))
                         || request.algorithm.is_some_and(|asked| asked.backend() != request.backend)
                         || (request.op == Op::Avg && request.dtype.is_integer())
                         || request.num_elems.checked_mul(request.dtype.size_bytes() as u64).is_none();

@@ -111,7 +111,7 @@ pub fn hello(opened: &OpenResponse, rank: u32, world_size: u32) -> Hello {
         world_size,
         abi: ABI_VERSION,
         device_uuid: String::new(),
-        lanes: Vec::new(),
+        lanes: vec![allreduce_contract::v1::Lane::Rpc as i32],
         arena_len_bytes: 64 << 10,
         pid: std::process::id(),
         client_name: "raw".to_owned(),
@@ -337,6 +337,7 @@ pub fn companion_request(opened: &OpenResponse, kind: Kind, session: u64, rank: 
         token: token_of(opened),
         session,
         rank,
+        peer: rank,
         len_bytes: 0,
     }
 }

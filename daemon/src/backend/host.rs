@@ -15,7 +15,7 @@ use allreduce_kernels::{ReduceError, Reducer, Stores, chunk};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -71,6 +71,11 @@ impl Window {
 
     pub(crate) fn arena_fd(&self) -> BorrowedFd<'_> {
         self.arena_memory.as_fd()
+    }
+
+    /// For a peer, which may only read it.
+    pub(crate) fn arena_fd_for_peer(&self) -> std::io::Result<OwnedFd> {
+        self.arena_memory.read_only_fd()
     }
 
     /// Keeps a memory that the rank handed over, mapped.

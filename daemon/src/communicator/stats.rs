@@ -3,7 +3,9 @@
 //! Owns counters and histograms; the communicator records, Admin reads. Refuses to keep more than a
 //! fixed amount: quantiles come from histograms of three significant digits, not from samples.
 
+use crate::backend::host_lanes::LaneCounts;
 use crate::communicator::rendezvous::Signature;
+use allreduce_contract::lane;
 use allreduce_contract::v1::ErrorCode;
 use allreduce_contract::{Algorithm, Dtype, Lane, Op, Rank, WorldSize};
 use hdrhistogram::Histogram;
@@ -61,6 +63,14 @@ pub(crate) type ReductionKind = (Dtype, Op, Lane, Algorithm);
 pub(crate) struct Count {
     pub(crate) operations: u64,
     pub(crate) bytes: u64,
+}
+
+impl Count {
+    /// Adds what a rank has counted, which may be anything.
+    pub(crate) fn add(&mut self, more: lane::counts::Count) {
+        self.operations = self.operations.saturating_add(more.operations);
+        self.bytes = self.bytes.saturating_add(more.bytes);
+    }
 }
 
 /// One rank's counters.
@@ -128,6 +138,17 @@ impl Stats {
                 add(&mut stats.count);
                 stats.lateness.record(*late);
             }
+        }
+    }
+
+    /// Adds what ranks have reduced themselves in an epoch that is over.
+    pub(crate) fn record_lane(&mut self, lane: Lane, counts: &LaneCounts) {
+        for ((dtype, op, algorithm), count) in &counts.reductions {
+            let key = (*dtype, *op, lane, *algorithm);
+            self.reductions.entry(key).or_default().add(*count);
+        }
+        for (stats, count) in self.ranks.iter_mut().zip(&counts.ranks) {
+            stats.count.add(*count);
         }
     }
 

@@ -7,6 +7,7 @@
 use crate::backend::Fault;
 use crate::backend::cuda::{self, CudaBackend, Freed, GpuTrouble, Stuck};
 use crate::backend::host::{Job, Pool, Window};
+use crate::backend::host_lanes::{EpochLanes, LaneCounts};
 use crate::backend::jobs::JobThread;
 use crate::communicator::{
     BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, JoinError, Joining,
@@ -15,11 +16,11 @@ use crate::communicator::{
 use crate::config::ms;
 use crate::executor::ExecutorSpec;
 use crate::health::HealthTable;
-use crate::plan::{LaneChoice, check_wanted_lanes};
+use crate::plan::{LaneChoice, check_wanted_lanes, lane_geometry};
 use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
 use allreduce_contract::cuda::ImportedMemory;
 use allreduce_contract::memory::{Mapping, MemoryError, SealedMemory};
-use allreduce_contract::v1::{CudaMemory, ErrorCode, Hello, RegionKind};
+use allreduce_contract::v1::{CudaMemory, ErrorCode, GaveUp, Hello, HostLane, RegionKind};
 use allreduce_contract::window::{ABI_VERSION, Control};
 use allreduce_contract::{Algorithm, Backend as BackendKind, Lane, Rank};
 use std::collections::HashMap;
@@ -48,6 +49,8 @@ pub(crate) enum Tell {
         lane: Lane,
         /// By rank: what it shares.
         peers: Vec<Vec<SharedRegion>>,
+        /// On backend host: how the lane works.
+        host: Option<HostLane>,
     },
     Ended(EpochEnd),
     Drain,
@@ -141,6 +144,17 @@ enum Command {
         session: u64,
         error: Option<String>,
     },
+    /// The memory thread has made what the ranks of an epoch share.
+    LanesMade {
+        epoch: u64,
+        lane: Lane,
+        lanes: Result<Box<EpochLanes>, MemoryError>,
+    },
+    /// A rank could not finish a reduction of its own.
+    GaveUp {
+        session: u64,
+        gave_up: GaveUp,
+    },
     /// The CUDA thread has tested an epoch's windows.
     Tested {
         sessions: Vec<u64>,
@@ -193,6 +207,7 @@ enum Command {
         session: u64,
         rank: u32,
         kind: Kind,
+        peer: u32,
         reply: oneshot::Sender<Result<(OwnedFd, u64), Refusal>>,
     },
     Hand {
@@ -262,6 +277,11 @@ impl Handle {
     /// A rank has mapped its peers' memory, or could not.
     pub(crate) async fn shared(&self, session: u64, error: Option<String>) {
         self.tell(Command::Shared { session, error }).await;
+    }
+
+    /// A rank could not finish a reduction of its own.
+    pub(crate) async fn gave_up(&self, session: u64, gave_up: GaveUp) {
+        self.tell(Command::GaveUp { session, gave_up }).await;
     }
 
     /// Detaches a session, and waits until its memory is free.
@@ -340,11 +360,13 @@ impl Handle {
         session: u64,
         rank: u32,
         kind: Kind,
+        peer: u32,
     ) -> Result<Result<(OwnedFd, u64), Refusal>, Stopped> {
         self.ask(|reply| Command::Region {
             session,
             rank,
             kind,
+            peer,
             reply,
         })
         .await
@@ -404,9 +426,42 @@ struct HostBackend {
     memory: JobThread<()>,
     pool: Option<Pool>,
     max_threads: usize,
+    /// What the ranks of the current epoch share, on lanes that share.
+    lanes: Option<Box<EpochLanes>>,
 }
 
 impl HostBackend {
+    /// The epoch is over: whoever waits in the shared memory learns it. What was counted there.
+    fn end_lanes(&mut self, end: &EpochEnd) -> Option<(Lane, LaneCounts)> {
+        let lanes = self.lanes.take_if(|lanes| lanes.epoch == end.epoch)?;
+        lanes.end(end.cause.ranks());
+        let counts = lanes.counts();
+        self.memory.run(move |()| drop(lanes));
+        Some((Lane::Delegated, counts))
+    }
+
+    /// A memory of a rank of the current epoch, for that rank or a peer, who may not write it.
+    fn peer_region(
+        &self,
+        kind: Kind,
+        rank: Rank,
+        peer: Rank,
+        peer_session: u64,
+    ) -> Result<(OwnedFd, u64), Refusal> {
+        let lanes = self.lanes.as_ref().ok_or(Refusal::Malformed)?;
+        let window = self.windows.get(&peer_session);
+        let (fd, len_bytes) = match kind {
+            Kind::Board => (lanes.board_fd(), lanes.board_len_bytes()),
+            Kind::Lane => (lanes.lane_fd(peer, rank == peer), lanes.lane_len_bytes()),
+            Kind::Arena => {
+                let window = window.ok_or(Refusal::UnknownSession)?;
+                (window.arena_fd_for_peer(), window.arena_len_bytes())
+            }
+            Kind::Control | Kind::Hand => return Err(Refusal::Malformed),
+        };
+        Ok((fd.map_err(|_| Refusal::NoMemory)?, len_bytes))
+    }
+
     /// Whether `memory` is part of a window. Two buffers of one memory could overlap unseen.
     fn knows(&self, memory: &SealedMemory) -> bool {
         self.windows.values().any(|window| window.knows(memory))
@@ -437,11 +492,12 @@ impl Backend {
 
     fn window_bytes(&self) -> u64 {
         match self {
-            Backend::Host(host) => host
-                .windows
-                .values()
-                .map(|window| window.arena_len_bytes() + window.control_len_bytes())
-                .sum(),
+            Backend::Host(host) => {
+                let of_window =
+                    |window: &Window| window.arena_len_bytes() + window.control_len_bytes();
+                let windows: u64 = host.windows.values().map(of_window).sum();
+                windows + host.lanes.as_ref().map_or(0, |lanes| lanes.len_bytes())
+            }
             Backend::Cuda(cuda) => cuda.window_bytes(),
         }
     }
@@ -482,10 +538,9 @@ impl Task {
         health: HealthTable,
     ) -> std::io::Result<(Self, Handle)> {
         let (sender, commands) = mpsc::channel(1024);
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let max_threads = match spec.host.reduce_threads {
-            0 => std::thread::available_parallelism()
-                .map_or(1, usize::from)
-                .min(8),
+            0 => processors.min(8),
             threads => threads as usize,
         };
         let settings = Settings {
@@ -495,6 +550,7 @@ impl Task {
             max_buffers: u64::from(spec.communicator.max_buffers),
             join_timeout: ms(spec.communicator.join_timeout_ms),
             max_threads,
+            geometry: lane_geometry(spec.world_size(), processors, &spec.host),
         };
         let handle = Handle {
             commands: sender.clone(),
@@ -508,6 +564,7 @@ impl Task {
                     memory: JobThread::start("memory", ())?,
                     pool: None,
                     max_threads,
+                    lanes: None,
                 }),
                 BackendKind::Cuda => {
                     let backend = CudaBackend::start(spec.cuda.clone(), spec.world_size())?;
@@ -633,6 +690,8 @@ impl Task {
             }
             Command::Mapped { session, error } => self.communicator.mapped(session, error),
             Command::Shared { session, error } => self.communicator.shared(session, error),
+            Command::LanesMade { epoch, lane, lanes } => self.lanes_made(epoch, lane, lanes),
+            Command::GaveUp { session, gave_up } => self.communicator.gave_up(session, &gave_up),
             Command::Tested {
                 sessions,
                 epoch,
@@ -720,9 +779,10 @@ impl Task {
                 session,
                 rank,
                 kind,
+                peer,
                 reply,
             } => {
-                let _ = reply.send(self.region(session, rank, kind));
+                let _ = reply.send(self.region(session, rank, kind, peer));
             }
             Command::Hand {
                 session,
@@ -1120,9 +1180,27 @@ impl Task {
         }
     }
 
-    fn region(&self, session: u64, rank: u32, kind: Kind) -> Result<(OwnedFd, u64), Refusal> {
+    fn region(
+        &self,
+        session: u64,
+        rank: u32,
+        kind: Kind,
+        peer: u32,
+    ) -> Result<(OwnedFd, u64), Refusal> {
         if !self.communicator.owns(session, rank) {
             return Err(Refusal::UnknownSession);
+        }
+        let is_shared = match kind {
+            Kind::Lane | Kind::Board => true,
+            Kind::Arena => peer != rank,
+            Kind::Control | Kind::Hand => false,
+        };
+        if is_shared && let Backend::Host(host) = &self.backend {
+            let (rank, peer, peer_session) = self
+                .communicator
+                .peers(session, rank, peer)
+                .ok_or(Refusal::UnknownSession)?;
+            return host.peer_region(kind, rank, peer, peer_session);
         }
         let (fd, len_bytes) = match &self.backend {
             Backend::Host(host) => {
@@ -1130,7 +1208,7 @@ impl Task {
                 match kind {
                     Kind::Control => (window.control_fd(), window.control_len_bytes()),
                     Kind::Arena => (window.arena_fd(), window.arena_len_bytes()),
-                    Kind::Hand => return Err(Refusal::Malformed),
+                    Kind::Lane | Kind::Board | Kind::Hand => return Err(Refusal::Malformed),
                 }
             }
             Backend::Cuda(cuda) => {
@@ -1138,7 +1216,9 @@ impl Task {
                 match kind {
                     Kind::Control => (window.control_fd(), window.control_len_bytes()),
                     // The arena is GPU memory, which no descriptor names.
-                    Kind::Arena | Kind::Hand => return Err(Refusal::Malformed),
+                    Kind::Arena | Kind::Lane | Kind::Board | Kind::Hand => {
+                        return Err(Refusal::Malformed);
+                    }
                 }
             }
         };
@@ -1269,6 +1349,9 @@ impl Task {
                         if let Some(window) = host.windows.get(&session) {
                             window.control.set_ended();
                         }
+                        if let Some((lane, counts)) = host.end_lanes(&end) {
+                            self.communicator.stats_mut().record_lane(lane, &counts);
+                        }
                     }
                     Backend::Cuda(cuda) => {
                         let is_orderly = end.cause.is_orderly();
@@ -1321,16 +1404,88 @@ impl Task {
 
     /// Tells ranks what each of them shares with the others.
     fn share(&self, sessions: &[u64], epoch: u64, lane: Lane) {
-        let peers: Vec<Vec<SharedRegion>> = sessions
-            .iter()
-            .map(|_| match &self.backend {
-                Backend::Host(_) | Backend::Cuda(_) => Vec::new(),
-            })
-            .collect();
-        for session in sessions {
-            let peers = peers.clone();
-            self.tell(*session, Tell::Peers { epoch, lane, peers });
+        match &self.backend {
+            // Told when they are made.
+            Backend::Host(host) => {
+                let world_size = self.spec.world_size();
+                let geometry = self.communicator.geometry();
+                let own = self.own.clone();
+                host.memory.run(move |()| {
+                    let lanes = EpochLanes::create(world_size, epoch, geometry).map(Box::new);
+                    tell_task(&own, Command::LanesMade { epoch, lane, lanes });
+                });
+            }
+            Backend::Cuda(_) => {
+                let peers: Vec<Vec<SharedRegion>> = sessions.iter().map(|_| Vec::new()).collect();
+                self.tell_peers(sessions, epoch, lane, &peers, None);
+            }
         }
+    }
+
+    fn tell_peers(
+        &self,
+        sessions: &[u64],
+        epoch: u64,
+        lane: Lane,
+        peers: &[Vec<SharedRegion>],
+        host: Option<HostLane>,
+    ) {
+        for session in sessions {
+            let tell = Tell::Peers {
+                epoch,
+                lane,
+                peers: peers.to_vec(),
+                host,
+            };
+            self.tell(*session, tell);
+        }
+    }
+
+    /// The memory that the ranks of an epoch share is there, or cannot be had.
+    fn lanes_made(&mut self, epoch: u64, lane: Lane, lanes: Result<Box<EpochLanes>, MemoryError>) {
+        let Backend::Host(host) = &mut self.backend else {
+            return;
+        };
+        if epoch != self.communicator.epoch() {
+            host.memory.run(move |()| drop(lanes));
+            return;
+        }
+        let lanes = match lanes {
+            Ok(lanes) => lanes,
+            Err(error) => {
+                let reason = format!("no memory for lane {lane}: {error}");
+                return self.communicator.cannot_share(epoch, reason);
+            }
+        };
+        let sessions = self.communicator.member_sessions();
+        let region = |kind, len_bytes| SharedRegion {
+            kind,
+            len_bytes,
+            cuda: None,
+        };
+        let of_session = |session: &u64| {
+            let arena = host.windows.get(session);
+            vec![
+                region(RegionKind::Lane, lanes.lane_len_bytes()),
+                region(
+                    RegionKind::Arena,
+                    arena.map_or(0, |window| window.arena_len_bytes()),
+                ),
+            ]
+        };
+        let peers: Vec<Vec<SharedRegion>> = sessions.iter().map(of_session).collect();
+        let ns = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+        let geometry = &lanes.geometry;
+        let message = HostLane {
+            board_len_bytes: lanes.board_len_bytes(),
+            one_shot_max_bytes: geometry.one_shot_max_bytes,
+            block_len_bytes: geometry.block_len_bytes,
+            stage_len_bytes: geometry.stage_len_bytes,
+            spin_ns: ns(geometry.spin),
+            yield_ns: ns(geometry.yielding),
+        };
+        host.lanes = Some(lanes);
+        self.tell_peers(&sessions, epoch, lane, &peers, Some(message));
     }
 
     fn tell(&self, session: u64, tell: Tell) {
@@ -1452,12 +1607,29 @@ impl Task {
             ranks,
             errors,
         } = self.communicator.stats();
-        let report = |(rank, stats): (Rank, &RankStats)| RankReport {
-            operations: stats.count.operations,
-            bytes: stats.count.bytes,
-            lateness: stats.lateness.quantiles(),
-            times_last: stats.times_last,
-            joined: self.communicator.is_joined(rank),
+        // What ranks of the current epoch have reduced themselves; the stats hold that of earlier ones.
+        let delegated = match &self.backend {
+            Backend::Host(host) => host.lanes.as_ref().map(|lanes| lanes.counts()),
+            Backend::Cuda(_) => None,
+        }
+        .unwrap_or_default();
+        let mut reductions = reductions.clone();
+        for ((dtype, op, algorithm), count) in &delegated.reductions {
+            let key = (*dtype, *op, Lane::Delegated, *algorithm);
+            reductions.entry(key).or_default().add(*count);
+        }
+        let report = |(rank, stats): (Rank, &RankStats)| {
+            let mut count = stats.count;
+            if let Some(own) = delegated.ranks.get(rank.as_usize()) {
+                count.add(*own);
+            }
+            RankReport {
+                operations: count.operations,
+                bytes: count.bytes,
+                lateness: stats.lateness.quantiles(),
+                times_last: stats.times_last,
+                joined: self.communicator.is_joined(rank),
+            }
         };
         StatsReport {
             epoch: self.communicator.epoch(),

@@ -65,9 +65,10 @@ impl ToStatus for EpochEnd {
                 Code::FailedPrecondition,
                 end_detail(ErrorCode::NotEligible, self),
             ),
-            EndCause::RankGone { .. } | EndCause::Timeout { .. } | EndCause::Gpu { .. } => {
-                (Code::Aborted, end_detail(ErrorCode::EpochEnded, self))
-            }
+            EndCause::RankGone { .. }
+            | EndCause::Timeout { .. }
+            | EndCause::Gpu { .. }
+            | EndCause::Lane { .. } => (Code::Aborted, end_detail(ErrorCode::EpochEnded, self)),
         }
     }
 }
@@ -78,9 +79,9 @@ impl ToStatus for Refusal {
             Refusal::IntegerAvg(_)
             | Refusal::TooLarge { .. }
             | Refusal::NoKernel { .. }
-            | Refusal::NoSuchAlgorithm { .. } => {
-                (Code::InvalidArgument, detail(ErrorCode::Refused))
-            }
+            | Refusal::NoSuchAlgorithm { .. }
+            | Refusal::OnlyDelegated(_)
+            | Refusal::NotDelegated(_) => (Code::InvalidArgument, detail(ErrorCode::Refused)),
             Refusal::TooFewBlocks { .. }
             | Refusal::NotTested
             | Refusal::NoSuchLane { .. }

@@ -154,6 +154,11 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, DemoError> {
     {
         flags.push(format!("--inject-bit-flip={reduction}:{rank}:{bit}"));
     }
+    // The executor can damage only what it reduces itself.
+    let lane = arguments
+        .lane
+        .0
+        .or(arguments.inject_bit_flip.map(|_| Lane::Rpc));
     // What only the host can reduce goes there by itself; asked for on cuda, it is refused in words.
     let all_have_kernels = workload
         .reductions
@@ -174,7 +179,7 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, DemoError> {
             rank: rank.get(),
             world_size: world_size.get(),
             backend: backend.map(|backend| backend.to_string()),
-            lane: arguments.lane.0.map(|lane| lane.to_string()),
+            lane: lane.map(|lane| lane.to_string()),
             steps,
             seed: u64::from(std::process::id()),
             reductions: wire_reductions(&workload),

@@ -302,9 +302,9 @@ impl HostLane {
         self.board.words().set_abort(abort.to_word());
     }
 
-    /// Whether the shared memory says that the epoch is over.
-    pub(crate) fn is_over(&self) -> bool {
-        self.board.words().abort().is_some()
+    /// Why the epoch is over, if the shared memory says that it is.
+    fn abort(&self) -> Option<Abort> {
+        self.board.words().abort().map(Abort::from_word)
     }
 
     fn me(&self) -> usize {
@@ -340,9 +340,9 @@ impl HostLane {
     /// Runs one reduction. It is this call's turn.
     fn reduce(&self, sequence: u64, request: &Request) -> Result<Reduction, Stop> {
         let words = self.board.words();
-        if let Some(word) = words.abort() {
+        if let Some(abort) = self.abort() {
             return Err(Stop::Over {
-                abort: Abort::from_word(word),
+                abort,
                 is_own: false,
                 is_late: true,
             });
@@ -828,9 +828,9 @@ impl LaneFront {
 
     /// Whether the shared memory says that the epoch is over; then why.
     pub(crate) fn check(&self) -> Result<(), AllReduceError> {
-        match self.lane.is_over() {
-            true => Err(self.why_over(Abort::of(AbortCause::Ended, None, 0))),
-            false => Ok(()),
+        match self.lane.abort() {
+            Some(abort) => Err(self.ended(abort)),
+            None => Ok(()),
         }
     }
 
@@ -939,14 +939,7 @@ impl LaneFront {
         let timeout_ms = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
         if is_own {
             let is_timeout = abort.cause == AbortCause::Timeout;
-            let gave_up = GaveUp {
-                sequence: abort.sequence,
-                ranks: ranks.clone(),
-                timeout_ms: if is_timeout { timeout_ms.max(1) } else { 0 },
-                reason: abort.to_string(),
-            };
-            // Without the thread there is no membership either, and the executor has seen that end.
-            let _ = self.errands.send(Errand::GaveUp(gave_up));
+            self.give_up(abort, if is_timeout { timeout_ms.max(1) } else { 0 });
         }
         // Who waited gets this; who was waited for, or comes later, gets the epoch's end.
         let waited = !is_late && !ranks.contains(&self.lane.rank);
@@ -975,6 +968,24 @@ impl LaneFront {
             }
             std::thread::sleep(Duration::from_millis(1));
         }
+        // It does not know: who said so in the shared memory has not told it.
+        self.give_up(abort, 0);
+        self.ended(abort)
+    }
+
+    fn give_up(&self, abort: Abort, timeout_ms: u32) {
+        let gave_up = GaveUp {
+            sequence: abort.sequence,
+            ranks: abort.rank_list(),
+            timeout_ms,
+            reason: abort.to_string(),
+        };
+        // Without the thread there is no membership either, and the executor has seen that end.
+        let _ = self.errands.send(Errand::GaveUp(gave_up));
+    }
+
+    /// As the shared memory has it.
+    fn ended(&self, abort: Abort) -> AllReduceError {
         let ranks = abort.rank_list();
         let message = format!("epoch {} is over: {abort}; join again", self.epoch);
         match abort.cause {

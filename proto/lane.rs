@@ -683,6 +683,31 @@ impl Geometry {
     }
 }
 
+/// Lane resident of backend host has no such algorithm.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("lane resident of backend host reduces by one_shot, not by {0}")]
+pub struct NotResident(pub Algorithm);
+
+/// The algorithm of a reduction on lane resident of backend host.
+///
+/// # Errors
+/// [`NotResident`].
+pub fn resident_algorithm(asked: Option<Algorithm>) -> Result<Algorithm, NotResident> {
+    match asked {
+        None | Some(Algorithm::OneShot) => Ok(Algorithm::OneShot),
+        Some(
+            algorithm @ (Algorithm::OneShotChunked
+            | Algorithm::TwoShot
+            | Algorithm::OneShotPush
+            | Algorithm::OneShotPull
+            | Algorithm::OneShotPullInband
+            | Algorithm::TwoShotPush
+            | Algorithm::TwoShotPull
+            | Algorithm::TwoShotPullInband),
+        ) => Err(NotResident(algorithm)),
+    }
+}
+
 // Waiting.
 
 /// The machine's monotonic clock, the same for all its processes, nanoseconds.
@@ -709,6 +734,7 @@ pub struct SpinThenSleep {
     spin_ns: u64,
     yield_ns: u64,
     deadline_ns: u64,
+    longest_sleep: Duration,
     /// When it first looked at the clock.
     since_ns: Option<u64>,
     looks: u32,
@@ -723,9 +749,17 @@ impl SpinThenSleep {
             spin_ns,
             yield_ns: spin_ns.saturating_add(ns(geometry.yielding)),
             deadline_ns,
+            longest_sleep: LONGEST_SLEEP,
             since_ns: None,
             looks: 0,
         }
+    }
+
+    /// With another longest sleep.
+    #[must_use]
+    pub fn sleeping_at_most(mut self, longest_sleep: Duration) -> Self {
+        self.longest_sleep = longest_sleep;
+        self
     }
 }
 
@@ -752,7 +786,7 @@ impl Patience for SpinThenSleep {
             return Step::Look;
         }
         let left = Duration::from_nanos(self.deadline_ns - now);
-        Step::Sleep(left.min(LONGEST_SLEEP))
+        Step::Sleep(left.min(self.longest_sleep))
     }
 }
 

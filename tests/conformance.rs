@@ -74,7 +74,7 @@ fn cases(world_size: u32) -> Vec<Case> {
 }
 
 /// The lanes of backend host.
-const LANES: [Lane; 2] = [Lane::Rpc, Lane::Delegated];
+const LANES: [Lane; 3] = Lane::ALL;
 
 /// Joins on a lane, or panics.
 fn join(socket: &Path, name: &str, lane: Lane, rank: u32, world_size: u32) -> Communicator {
@@ -88,7 +88,7 @@ fn join(socket: &Path, name: &str, lane: Lane, rank: u32, world_size: u32) -> Co
 
 fn algorithm(lane: Lane, tensor_bytes: usize, world_size: u32) -> Algorithm {
     match lane {
-        Lane::Rpc | Lane::Resident if tensor_bytes * world_size as usize > INLINE_MAX_BYTES => {
+        Lane::Rpc if tensor_bytes * world_size as usize > INLINE_MAX_BYTES => {
             Algorithm::OneShotChunked
         }
         Lane::Delegated if tensor_bytes > ONE_SHOT_MAX_BYTES => Algorithm::TwoShot,

@@ -16,7 +16,10 @@ use allreduce_contract::lane::{Abort, AbortCause, Call, NOT_IN_ARENA, Signature}
 use allreduce_contract::v1::admin_client::AdminClient;
 use allreduce_contract::v1::attach_request::Message as FromRank;
 use allreduce_contract::v1::attach_response::Message as ToRank;
-use allreduce_contract::v1::{self, ErrorCode, GetStatsRequest, Hello, Peers, RegionKind, Shared};
+use allreduce_contract::v1::buffers_client::BuffersClient;
+use allreduce_contract::v1::{
+    self, AllocateRequest, ErrorCode, GetStatsRequest, Hello, Peers, RegionKind, Shared,
+};
 use harness::raw::{block_on, dial, executor_pid, hello, info, open};
 use harness::worker::Worker;
 use harness::{daemon, options, ranks, send_signal, watchdog};
@@ -28,7 +31,7 @@ use std::sync::Barrier;
 use std::time::Duration;
 
 /// The lanes under test.
-const LANES: [Lane; 1] = [Lane::Delegated];
+const LANES: [Lane; 2] = [Lane::Delegated, Lane::Resident];
 
 #[test]
 fn worker_entry() {
@@ -414,6 +417,8 @@ struct Hostile {
     _stream: harness::raw::Stream,
     lane: File,
     board: File,
+    /// Of 400,004 bytes.
+    buffer_id: u64,
 }
 
 impl Hostile {
@@ -421,6 +426,7 @@ impl Hostile {
         let opened = open(socket, name, 2).await;
         let hello = Hello {
             lanes: vec![v1::Lane::from(lane) as i32],
+            arena_len_bytes: 1 << 20,
             ..hello(&opened, 1, 2)
         };
         let mut stream = harness::raw::attach_with(&opened, FromRank::Hello(hello))
@@ -439,10 +445,17 @@ impl Hostile {
             assert!(matches!(reply, Reply::Region { .. }), "{reply:?}");
             File::from(fd.unwrap())
         };
+        let mut buffers = BuffersClient::new(dial(Path::new(&opened.executor_socket)).await);
+        let request = AllocateRequest {
+            session: joined.session,
+            len_bytes: 400_004,
+        };
+        let allocated = buffers.allocate(request).await.unwrap().into_inner();
         check_peer_is_read_only(&peers, &fetch(Kind::Lane, 0), &fetch(Kind::Arena, 0));
         let hostile = Self {
             lane: fetch(Kind::Lane, 1),
             board: fetch(Kind::Board, 1),
+            buffer_id: allocated.buffer_id,
             _stream: stream,
         };
         hostile._stream.send(FromRank::Shared(Shared::default()));
@@ -466,8 +479,10 @@ fn check_peer_is_read_only(peers: &Peers, lane: &File, arena: &File) {
 }
 
 /// An entry as it lies in a lane: the odd sequences' is the second line behind the header.
-fn forge(lane: &File, call: &Call, sequence: u64) {
-    let entry = call.to_entry();
+fn forge(hostile: &Hostile, call: &Call, sequence: u64) {
+    let mut entry = call.to_entry();
+    (entry.src_buffer, entry.dst_buffer) = (hostile.buffer_id, hostile.buffer_id);
+    let lane = &hostile.lane;
     let words = [
         entry.num_elems,
         entry.kind,
@@ -521,22 +536,22 @@ fn a_hostile_rank_harms_only_its_own_epoch() {
     let _watchdog = watchdog();
     let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "1500")]);
     type Scribble = fn(&Hostile);
-    let scribbles: [(&str, Scribble); 8] = [
+    let scribbles: [(&str, Scribble); 9] = [
         ("unknown-kind", |hostile| {
-            forge(&hostile.lane, &good_call(), 1);
+            forge(hostile, &good_call(), 1);
             hostile.lane.write_all_at(&[0xff; 8], 128 + 16).unwrap();
         }),
         ("outside", |hostile| {
             let src = (4 << 20) - 4;
-            forge(&hostile.lane, &Call { src, ..good_call() }, 1);
+            forge(hostile, &Call { src, ..good_call() }, 1);
         }),
         ("wraps", |hostile| {
             let dst = u64::MAX - 399_999;
-            forge(&hostile.lane, &Call { dst, ..good_call() }, 1);
+            forge(hostile, &Call { dst, ..good_call() }, 1);
         }),
         ("misaligned", |hostile| {
             forge(
-                &hostile.lane,
+                hostile,
                 &Call {
                     src: 2,
                     ..good_call()
@@ -544,10 +559,20 @@ fn a_hostile_rank_harms_only_its_own_epoch() {
                 1,
             );
         }),
-        ("ahead", |hostile| forge(&hostile.lane, &good_call(), 7)),
+        ("ahead", |hostile| forge(hostile, &good_call(), 7)),
+        ("overlaps", |hostile| {
+            forge(
+                hostile,
+                &Call {
+                    dst: 4,
+                    ..good_call()
+                },
+                1,
+            );
+        }),
         ("staged", |hostile| {
             let src = NOT_IN_ARENA;
-            forge(&hostile.lane, &Call { src, ..good_call() }, 1);
+            forge(hostile, &Call { src, ..good_call() }, 1);
         }),
         ("aborts", |hostile| {
             let abort = Abort::of(AbortCause::Unknown(200), Some(0), 77).to_word();
@@ -594,6 +619,18 @@ fn a_hostile_rank_harms_only_its_own_epoch() {
                 })
             });
             match answer {
+                // The executor of lane resident finds it, and tells every rank.
+                Err(AllReduceError::Refused(refused)) if lane == Lane::Resident => {
+                    assert_eq!(refused.detail.rank, Some(1), "{what}: {refused:?}");
+                    let expected = match what {
+                        "unknown-kind" => ErrorCode::InvalidField,
+                        "misaligned" | "staged" => ErrorCode::Misaligned,
+                        "overlaps" => ErrorCode::Overlap,
+                        "outside" | "wraps" => ErrorCode::OutOfBounds,
+                        _ => panic!("{what}: {refused:?}"),
+                    };
+                    assert_eq!(refused.kind, expected, "{what}: {refused:?}");
+                }
                 Err(error) => assert!(error.is_epoch_over(), "{what}: {error:?}"),
                 Ok(()) => panic!("{what}: reduced with a rank that did nothing"),
             }

@@ -86,6 +86,13 @@ fn sharing_memory_200_times_leaves_nothing() {
     join_and_leave(Lane::Delegated);
 }
 
+/// And with a thread of the executor for each epoch.
+#[test]
+fn residing_200_times_leaves_nothing() {
+    let _watchdog = watchdog();
+    join_and_leave(Lane::Resident);
+}
+
 fn join_and_leave(lane: Lane) {
     const CYCLES: usize = 200;
     let daemon = daemon(&[]);

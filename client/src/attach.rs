@@ -14,12 +14,13 @@
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::error::{EpochEnd, Refused, connection_ended};
-use crate::host_lane::{HostLane, Peer};
+use crate::host_lane::{HostLane, LaneKind, Peer};
 use allreduce_contract::Backend;
 use allreduce_contract::companion::{Kind, Reply, Request, TOKEN_LEN};
 use allreduce_contract::lane::{Board, Geometry, Identity, Lane};
 use allreduce_contract::memory::{Mapping, SealedMemory};
 use allreduce_contract::transport::{dial, error_chain};
+use allreduce_contract::v1;
 use allreduce_contract::v1::attach_request::Message as FromRank;
 use allreduce_contract::v1::attach_response::Message as ToRank;
 use allreduce_contract::v1::buffers_client::BuffersClient;
@@ -611,7 +612,15 @@ fn map_host_lane(
         }
     }
     let own = own.ok_or("Peers does not name this rank")?;
+    let lane = match peers.lane() {
+        v1::Lane::Delegated => LaneKind::Delegated,
+        v1::Lane::Resident => LaneKind::Resident,
+        other @ (v1::Lane::Rpc | v1::Lane::Unspecified) => {
+            return Err(format!("Peers names lane {}", other.as_str_name()));
+        }
+    };
     Ok(HostLane::new(
+        lane,
         rank,
         geometry,
         stage_len_bytes,

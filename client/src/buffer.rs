@@ -129,6 +129,8 @@ impl<T: Element> Buffer<T> {
         Tensor {
             start: at,
             in_arena: self.memory.is_none().then_some(in_mapping as u64),
+            buffer_id: self.id,
+            in_buffer: offset_bytes as u64,
         }
     }
 

@@ -1,10 +1,11 @@
-//! Lane delegated on backend host: the rank reduces in shared memory itself, on the calling thread.
+//! The lanes of backend host that share memory. Delegated: the rank reduces there itself, on the calling thread.
+//! Resident: it has a thread of the executor reduce, and waits for the reply there.
 //!
-//! Owns the mappings of what ranks share, the order of this rank's calls, and the two algorithms. The communicator calls
+//! Owns the mappings of what ranks share, the order of this rank's calls, and delegated's two algorithms. The communicator calls
 //! it with tensors that it was given by value. Refuses to choose (the executor's plan has, see [`Geometry`]) and to
 //! trust: whatever a peer writes is checked before it becomes an address.
 //!
-//! Every call begins with the exchange of signatures: each rank publishes its entry and waits for all others'. If they
+//! Every delegated call begins with the exchange of signatures: each rank publishes its entry and waits for all others'. If they
 //! differ, or the plan refuses, every rank sees the same entries and comes to the same error; the epoch goes on.
 //!
 //! **One shot.** Each rank has copied its tensor to its staging before it publishes; then it reduces what is in all
@@ -24,10 +25,10 @@ use crate::attach::{Errand, Membership, Over};
 use crate::communicator::{Outcome, Reduction, cut_off, over};
 use crate::error::{AllReduceError, EpochEnd, Failed, Refused};
 use crate::sequence::{Sequences, Ticket};
-use allreduce_contract::lane::protocol::{Found, Stopped};
+use allreduce_contract::lane::protocol::{EXECUTOR_BELL, Found, Reply, Stopped};
 use allreduce_contract::lane::{
     Abort, AbortCause, Board, Call, Geometry, Identity, LAST_STEP, Lane, NOT_IN_ARENA, PeerLane,
-    Signature, SpinThenSleep, monotonic_ns, progress_of, rank_bit,
+    Signature, SpinThenSleep, monotonic_ns, progress_of, rank_bit, resident_algorithm,
 };
 use allreduce_contract::memory::{ReadOnlyMapping, SealedMemory};
 use allreduce_contract::v1::{ErrorCode, ErrorDetail, GaveUp};
@@ -52,6 +53,9 @@ pub(crate) struct Tensor {
     pub(crate) start: NonNull<u8>,
     /// Where it is in the arena, if it is there.
     pub(crate) in_arena: Option<u64>,
+    pub(crate) buffer_id: u64,
+    /// Where it is in the buffer.
+    pub(crate) in_buffer: u64,
 }
 
 // SAFETY: it is an address and an offset; whoever uses the address shows why that is valid.
@@ -86,6 +90,8 @@ pub(crate) enum Stop {
         /// It was over before the call.
         is_late: bool,
     },
+    /// The executor works on the tensors, and does not say that it is done: they cannot be given back.
+    Stuck,
 }
 
 impl Stop {
@@ -124,6 +130,7 @@ impl Peer {
 /// What ranks share, as this rank has it mapped.
 #[derive(Debug)]
 pub(crate) struct HostLane {
+    kind: LaneKind,
     rank: u32,
     geometry: Geometry,
     stage_len_bytes: usize,
@@ -270,6 +277,7 @@ struct Running<'a> {
 
 impl HostLane {
     pub(crate) fn new(
+        kind: LaneKind,
         rank: u32,
         geometry: Geometry,
         stage_len_bytes: usize,
@@ -278,6 +286,7 @@ impl HostLane {
         peers: Vec<Option<Peer>>,
     ) -> Self {
         Self {
+            kind,
             rank,
             geometry,
             stage_len_bytes,
@@ -354,7 +363,10 @@ impl HostLane {
             sequence,
             deadline_ns: arrived_ns.saturating_add(timeout_ns),
         };
-        let reduced = running.run(request, arrived_ns);
+        let reduced = match self.kind {
+            LaneKind::Delegated => running.run(request, arrived_ns),
+            LaneKind::Resident => return running.ask(request, arrived_ns),
+        };
         match reduced {
             // The last look: a peer may have given this very call up, and its tensor back to its caller, while it was
             // read.
@@ -384,6 +396,15 @@ impl HostLane {
             }
         }
     }
+}
+
+/// Who reduces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LaneKind {
+    /// The ranks.
+    Delegated,
+    /// A thread of the executor.
+    Resident,
 }
 
 /// A refusal that every rank comes to.
@@ -416,7 +437,11 @@ impl Running<'_> {
                 is_own: false,
                 is_late: false,
             }),
-            Err(Stopped::Expired) => Err(self.abort(AbortCause::Timeout, late())),
+            Err(Stopped::Expired) => Err(match late() {
+                // All ranks have called: the executor does not answer.
+                0 => self.abort(AbortCause::Failed, 0),
+                ranks => self.abort(AbortCause::Timeout, ranks),
+            }),
         }
     }
 
@@ -474,12 +499,7 @@ impl Running<'_> {
             *place = Some(own);
         }
         for (rank, peer) in lane.others() {
-            let late = || {
-                let others = lane.others();
-                others
-                    .filter(|(_, peer)| peer.lane.entry(self.sequence).is_none())
-                    .fold(bit(rank), |bits, (rank, _)| bits | bit(rank))
-            };
+            let late = || self.late() | bit(rank);
             let call = match self.wait(|| peer.lane.entry(self.sequence), late)? {
                 Found::Here(entry) => Call::from_entry(&entry),
                 Found::Broken { .. } => None,
@@ -490,6 +510,120 @@ impl Running<'_> {
             }
         }
         Ok(calls)
+    }
+
+    /// Lane resident: has the executor reduce.
+    fn ask(&self, request: &Request, arrived_ns: u64) -> Result<Reduction, Stop> {
+        let lane = self.lane;
+        let words = lane.own.words();
+        let call = Call {
+            sequence: self.sequence,
+            signature: request.signature,
+            half: 0,
+            src: request.src.in_buffer,
+            dst: request.dst.in_buffer,
+            src_buffer: request.src.buffer_id,
+            dst_buffer: request.dst.buffer_id,
+            arrived_ns,
+        };
+        words.publish(&call.to_entry());
+        lane.board.words().ring([EXECUTOR_BELL]);
+        let look = || words.reply(self.sequence);
+        // Late is who has not called; none if all have, and the executor is.
+        let reply = match self.wait(look, || self.late()) {
+            Ok(reply) => reply,
+            Err(stop) if !words.is_claimed(self.sequence) => return Err(stop),
+            Err(_) => self.wait_claimed().ok_or(Stop::Stuck)?,
+        };
+        if reply.code != 0 {
+            return Err(self.wrong(&reply, request));
+        }
+        Ok(Reduction {
+            algorithm: Algorithm::OneShot,
+            reduce_time: Duration::from_nanos(reply.reduce_ns),
+            skew: Duration::from_nanos(reply.skew_ns),
+            waited: Duration::from_nanos(reply.waited_ns),
+            last_rank: u32::try_from(reply.detail).unwrap_or(u32::MAX),
+        })
+    }
+
+    /// The executor has claimed the call, so it answers, whatever else is over, unless it is stopped or dead.
+    fn wait_claimed(&self) -> Option<Reply> {
+        let deadline = std::time::Instant::now() + REASON_TIMEOUT;
+        loop {
+            if let Some(reply) = self.lane.own.words().reply(self.sequence) {
+                return Some(reply);
+            }
+            if std::time::Instant::now() >= deadline {
+                return None;
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    /// What the executor found wrong, which it tells every rank.
+    fn wrong(&self, reply: &Reply, request: &Request) -> Stop {
+        let sequence = self.sequence;
+        let rank = u32::try_from(reply.detail).unwrap_or(u32::MAX);
+        let code = i32::try_from(reply.code).unwrap_or(0);
+        let kind = ErrorCode::try_from(code).unwrap_or(ErrorCode::Internal);
+        let signature = |rank: u32| {
+            let index = rank as usize;
+            let peer = self.lane.peers.get(index).and_then(Option::as_ref);
+            match peer.map(|peer| peer.lane.entry(sequence)) {
+                None => Some(request.signature),
+                Some(Some(Found::Here(entry))) => {
+                    Call::from_entry(&entry).map(|call| call.signature)
+                }
+                Some(_) => None,
+            }
+        };
+        let text = |rank: u32| {
+            signature(rank).map_or_else(|| "something else".to_owned(), |known| known.to_string())
+        };
+        let message = match kind {
+            ErrorCode::Mismatch => format!(
+                "sequence {sequence}: rank 0 reduces {}, rank {rank} reduces {}",
+                text(0),
+                text(rank)
+            ),
+            ErrorCode::Refused => {
+                let asked = request.signature;
+                match (
+                    resident_algorithm(asked.algorithm),
+                    Reducer::new(asked.dtype, asked.op),
+                ) {
+                    (Err(error), _) => error.to_string(),
+                    (Ok(_), Err(error)) => refusal_text(&error),
+                    (Ok(_), Ok(_)) => format!("{asked} is more bytes than 64 bits count"),
+                }
+            }
+            ErrorCode::UnknownBuffer => {
+                format!("sequence {sequence}: rank {rank} names a buffer that its session has not")
+            }
+            ErrorCode::OutOfBounds => {
+                format!("sequence {sequence}: rank {rank} names a range that leaves its buffer")
+            }
+            ErrorCode::Misaligned => format!(
+                "sequence {sequence}: rank {rank} names an offset that is no multiple of the element size"
+            ),
+            ErrorCode::Overlap => format!(
+                "sequence {sequence}: src and dst of rank {rank} overlap without being the same range"
+            ),
+            ErrorCode::InvalidField => {
+                format!("sequence {sequence}: rank {rank} called with what is no call")
+            }
+            _ => format!("sequence {sequence}: the executor could not reduce ({reply:?})"),
+        };
+        refused(kind, message, Some(rank))
+    }
+
+    /// Peers that have not published their call.
+    fn late(&self) -> u16 {
+        let others = self.lane.others();
+        others
+            .filter(|(_, peer)| peer.lane.entry(self.sequence).is_none())
+            .fold(0, |bits, (rank, _)| bits | bit(rank))
     }
 
     fn run(&self, request: &Request, arrived_ns: u64) -> Result<Reduction, Stop> {
@@ -856,12 +990,9 @@ impl LaneFront {
         };
         let answer = match ticket {
             Ok(ticket) => self.reduce(self.turn(ticket), &request),
-            Err(error) => Err(error),
+            Err(error) => Err((error, true)),
         };
-        match answer {
-            Ok(reduction) => Ok((buffers, reduction)),
-            Err(error) => Err(failed(error, Some(buffers))),
-        }
+        answered(buffers, answer)
     }
 
     /// Reduces on a thread that may block: other tasks of this one's thread may be ranks too.
@@ -885,8 +1016,7 @@ impl LaneFront {
             (buffers, answer)
         });
         match running.await {
-            Ok((buffers, Ok(reduction))) => Ok((buffers, reduction)),
-            Ok((buffers, Err(error))) => Err(failed(error, Some(buffers))),
+            Ok((buffers, answer)) => answered(buffers, answer),
             Err(error) => Err(failed(cut_off(&error), None)),
         }
     }
@@ -908,7 +1038,12 @@ impl LaneFront {
         }
     }
 
-    fn reduce(&self, mut turn: Turn, request: &Request) -> Result<Reduction, AllReduceError> {
+    /// With an error: whether the tensors can be given back.
+    fn reduce(
+        &self,
+        mut turn: Turn,
+        request: &Request,
+    ) -> Result<Reduction, (AllReduceError, bool)> {
         let sequence = turn.ticket.sequence();
         let reduced = match self.lane.turns.wait(sequence) {
             true => self.lane.reduce(sequence, request),
@@ -920,7 +1055,10 @@ impl LaneFront {
         };
         turn.has_run = true;
         drop(turn);
-        reduced.map_err(|stop| self.error(stop, request.timeout))
+        reduced.map_err(|stop| {
+            let is_free = !matches!(stop, Stop::Stuck);
+            (self.error(stop, request.timeout), is_free)
+        })
     }
 
     fn error(&self, stop: Stop, timeout: Duration) -> AllReduceError {
@@ -929,6 +1067,11 @@ impl LaneFront {
                 return AllReduceError::Mismatch(refused);
             }
             Stop::Refused(refused) => return AllReduceError::Refused(refused),
+            Stop::Stuck => {
+                return AllReduceError::ExecutorLost(
+                    "it has begun a reduction and does not end it".to_owned(),
+                );
+            }
             Stop::Over {
                 abort,
                 is_own,
@@ -1004,6 +1147,14 @@ impl LaneFront {
                 message,
             }),
         }
+    }
+}
+
+fn answered<B>(buffers: B, answer: Result<Reduction, (AllReduceError, bool)>) -> Outcome<B> {
+    match answer {
+        Ok(reduction) => Ok((buffers, reduction)),
+        Err((error, true)) => Err(failed(error, Some(buffers))),
+        Err((error, false)) => Err(failed(error, None)),
     }
 }
 

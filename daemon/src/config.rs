@@ -143,8 +143,8 @@ pub struct Host {
     pub max_arena_len_bytes: u64,
     /// Threads that share a large reduction of lane rpc; 0 takes the number of processors, at most 8.
     pub reduce_threads: u32,
-    /// Lanes delegated and resident: how long a wait spins before it sleeps. With more ranks than processors it lets
-    /// others run instead of spinning.
+    /// Lanes delegated and resident: how long a wait looks before it sleeps. It lets others run meanwhile; where there are
+    /// as many processors as ranks, not in the first 5 us.
     pub lane_spin_us: u32,
     /// Lanes delegated and resident: bytes of each half of a rank's staging; a multiple of 4096.
     pub lane_stage_bytes: u64,

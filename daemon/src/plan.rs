@@ -8,7 +8,7 @@
 
 use crate::config::Host;
 use allreduce_contract::kernel::{self, Instance, MAX_BLOCKS, MAX_PACKS, PACK_BYTES};
-use allreduce_contract::lane::{Geometry, NotDelegated};
+use allreduce_contract::lane::{Geometry, NotDelegated, NotResident, resident_algorithm};
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, WorldSize};
 use std::time::Duration;
 
@@ -125,6 +125,9 @@ pub(crate) enum Refusal {
     /// Lane delegated has others.
     #[error(transparent)]
     NotDelegated(#[from] NotDelegated),
+    /// Lane resident has others.
+    #[error(transparent)]
+    NotResident(#[from] NotResident),
     /// One block for each rank is already too much.
     #[error(
         "the GPU holds {resident_blocks} blocks at once, and {ranks} ranks share it: use fewer ranks on a GPU"
@@ -193,7 +196,12 @@ pub(crate) fn plan(request: PlanRequest) -> Result<Plan, Refusal> {
     }
     match backend {
         Backend::Host => match lane {
-            Lane::Rpc | Lane::Resident => plan_host(&request, len_bytes),
+            Lane::Rpc => plan_host(&request, len_bytes),
+            Lane::Resident => Ok(Plan {
+                algorithm: resident_algorithm(algorithm)?,
+                // The executor's thread for this lane.
+                shape: Shape::Host { threads: 1 },
+            }),
             Lane::Delegated => Ok(Plan {
                 algorithm: request.geometry.algorithm(len_bytes, algorithm)?,
                 // Each rank's own.
@@ -232,14 +240,29 @@ fn plan_host(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
     })
 }
 
+/// How long a wait spins without letting others run: some exchanges of flags.
+const LONGEST_SPIN: Duration = Duration::from_micros(5);
+
 /// How ranks reduce in shared memory themselves. As measured (docs/benchmarks.md, "host lanes").
-pub(crate) fn lane_geometry(world_size: WorldSize, processors: usize, host: &Host) -> Geometry {
-    let budget = Duration::from_micros(u64::from(host.lane_spin_us));
-    // Who spins keeps the processor from the rank that it waits for.
-    let (spin, yielding) = match world_size.as_usize() <= processors {
-        true => (budget, Duration::ZERO),
-        false => (Duration::ZERO, budget),
+pub(crate) fn lane_geometry(
+    lane: Lane,
+    world_size: WorldSize,
+    processors: usize,
+    host: &Host,
+) -> Geometry {
+    let parties = match lane {
+        Lane::Rpc | Lane::Delegated => world_size.as_usize(),
+        // The executor's thread too.
+        Lane::Resident => world_size.as_usize() + 1,
     };
+    let budget = Duration::from_micros(u64::from(host.lane_spin_us));
+    // Who spins may keep the processor from the very rank that it waits for, and does with more of them than
+    // processors; with enough, the scheduler may still have put two on one, beside others' work.
+    let spin = match parties <= processors {
+        true => budget.min(LONGEST_SPIN),
+        false => Duration::ZERO,
+    };
+    let yielding = budget.saturating_sub(spin);
     Geometry {
         one_shot_max_bytes: host.lane_stage_bytes.min(16 << 10),
         block_len_bytes: 512 << 10,
@@ -370,8 +393,7 @@ fn check_lane(backend: Backend, lane: Lane) -> Result<(), Refusal> {
     };
     match (backend, lane) {
         (Backend::Host | Backend::Cuda, Lane::Rpc) => Ok(()),
-        (Backend::Host, Lane::Delegated) => Ok(()),
-        (Backend::Host, Lane::Resident) => Err(missing("delegated, rpc")),
+        (Backend::Host, Lane::Resident | Lane::Delegated) => Ok(()),
         (Backend::Cuda, Lane::Resident | Lane::Delegated) => Err(missing("rpc")),
     }
 }
@@ -566,6 +588,7 @@ mod tests {
                     in_place,
                     max_threads,
                     geometry: lane_geometry(
+                        lane,
                         WorldSize::new(world_size).unwrap(),
                         max_threads,
                         &Host::default(),
@@ -589,7 +612,8 @@ mod tests {
                 prop_assert!(plan.algorithm == Algorithm::OneShotChunked || threads == 1);
                 let of_lane = match request.lane {
                     Lane::Delegated => [Algorithm::OneShot, Algorithm::TwoShot],
-                    Lane::Rpc | Lane::Resident => [Algorithm::OneShot, Algorithm::OneShotChunked],
+                    Lane::Rpc => [Algorithm::OneShot, Algorithm::OneShotChunked],
+                    Lane::Resident => [Algorithm::OneShot; 2],
                 };
                 prop_assert!(of_lane.contains(&plan.algorithm));
             }
@@ -637,7 +661,8 @@ mod tests {
                         || (request.backend == Backend::Host
                             && request.algorithm.is_some_and(|asked| match request.lane {
                                 Lane::Delegated => request.geometry.algorithm(0, Some(asked)).is_err(),
-                                Lane::Rpc | Lane::Resident => asked == Algorithm::TwoShot,
+                                Lane::Resident => resident_algorithm(Some(asked)).is_err(),
+                                Lane::Rpc => asked == Algorithm::TwoShot,
                             }))
                         || request.algorithm.is_some_and(|asked| asked.backend() != request.backend)
                         || (request.op == Op::Avg && request.dtype.is_integer())

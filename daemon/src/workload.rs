@@ -76,7 +76,7 @@ impl ReductionSpec {
             algorithm: None,
             in_place: true,
             max_threads: 1,
-            geometry: lane_geometry(WorldSize::ONE, 1, &Host::default()),
+            geometry: lane_geometry(Lane::Rpc, WorldSize::ONE, 1, &Host::default()),
             gpus: None,
         };
         plan(request)?;

@@ -11,6 +11,7 @@
 //! | entry | its rank | peers, executor | the call of this sequence: signature and places; two, by parity |
 //! | progress | its rank | peers | how far the rank is in its call |
 //! | reply | executor | its rank | resident: the call of this sequence is done, and how |
+//! | claimed | executor | its rank | resident: the executor works on the tensors of this sequence; 0: on none |
 //! | abort | whoever is first | all | 0, or why nothing can be reduced any more |
 //! | failed | all | all | the earliest call that some rank gave up |
 //! | bell | its owner, who wakes it | the same | odd while its owner sleeps, or is about to |
@@ -32,6 +33,10 @@
 //! A rank whose wait ends without what it waited for marks its call as failed, before it gives the tensors back to
 //! its caller, who may write them. A call that went through to its end is good unless it, or an earlier one, is marked then:
 //! a peer that read tensors while they were given back has read them after the mark.
+//!
+//! On lane resident the executor reads and writes the tensors, so a rank that gives up asks whether its call is claimed, and
+//! if so waits for the reply. The executor claims, fences, and looks at the abort word; the rank stores the abort word, fences,
+//! and looks at the claim. One of them sees the other.
 
 use super::words::{Platform, Word};
 use std::sync::atomic::Ordering;
@@ -90,6 +95,7 @@ pub(super) struct ReplyWords<P: Platform> {
     pub(super) reduce_ns: P::U64,
     pub(super) skew_ns: P::U64,
     pub(super) waited_ns: P::U64,
+    pub(super) claimed: P::U64,
 }
 
 /// A call as its rank publishes it: numbers, which [`Call`](super::Call) gives a meaning.
@@ -126,6 +132,17 @@ pub struct Reply {
     pub skew_ns: u64,
     /// What of that this rank waited.
     pub waited_ns: u64,
+}
+
+impl Reply {
+    /// Not reduced: why, and the rank it is about.
+    pub fn wrong(code: u64, rank: u64) -> Self {
+        Self {
+            code,
+            detail: rank,
+            ..Self::default()
+        }
+    }
 }
 
 /// What [`RankWords::entry`] found.
@@ -214,6 +231,20 @@ impl<P: Platform> RankWords<P> {
         words.sequence.store(sequence, Ordering::Release);
     }
 
+    /// Executor: from here on it works on the tensors of this sequence, unless
+    /// [`BoardWords::is_aborted_after_claim`]; 0 takes that back.
+    pub fn claim(&self, sequence: u64) {
+        // SYNC: claimed. Release: who acquires a claim that was taken back knows that nothing was touched.
+        self.reply.0.claimed.store(sequence, Ordering::Release);
+    }
+
+    /// Rank, after the abort word was set: whether the executor works on the tensors of this sequence, or has.
+    pub fn is_claimed(&self, sequence: u64) -> bool {
+        // SYNC: claimed. The fence pairs with is_aborted_after_claim; Acquire with claim.
+        P::fence(Ordering::SeqCst);
+        self.reply.0.claimed.load(Ordering::Acquire) == sequence
+    }
+
     /// Rank: the answer to its call of this sequence, once there is one.
     pub fn reply(&self, sequence: u64) -> Option<Reply> {
         let words = &self.reply.0;
@@ -264,6 +295,13 @@ impl<P: Platform> BoardWords<P> {
         // SYNC: abort. Acquire: pairs with set_abort; who gives up because of it sees what was published before.
         let word = self.abort.0.load(Ordering::Acquire);
         (word != 0).then_some(word)
+    }
+
+    /// Executor, after it has claimed a call: whether it must not touch the tensors after all.
+    pub fn is_aborted_after_claim(&self) -> bool {
+        // SYNC: claimed. SeqCst: either the abort is seen here, or the claim by who has set it (is_claimed).
+        P::fence(Ordering::SeqCst);
+        self.abort().is_some()
     }
 
     /// Says why, unless it was said before; answers what stays. Wakes everybody.

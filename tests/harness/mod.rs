@@ -400,7 +400,7 @@ pub fn reduce_one(communicator: &Communicator) -> Result<(), AllReduceError> {
 }
 
 /// What ended the epoch, or the executor, for a buffer as for a reduction.
-fn over(error: BufferError) -> AllReduceError {
+pub fn over(error: BufferError) -> AllReduceError {
     match error {
         BufferError::Refused(refused) if refused.kind == ErrorCode::EpochEnded => {
             AllReduceError::EpochEnded(EpochEnd {

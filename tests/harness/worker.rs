@@ -270,7 +270,7 @@ impl Rank<'_> {
                 let last = i32::try_from(self.world_size).unwrap() - 1;
                 let mut buffer = match communicator.allocate::<i32>(num_elems.parse().unwrap()) {
                     Ok(buffer) => buffer,
-                    Err(error) => return say(&format!("other on {error:?}")),
+                    Err(error) => return say(&describe(&crate::harness::over(error))),
                 };
                 let mut said = false;
                 let error = loop {

@@ -98,7 +98,8 @@ impl Window {
         self.handed.remove(&handle);
     }
 
-    fn mapping(&self, memory: u64) -> Option<&Arc<Mapping>> {
+    /// A memory of the session: its arena, or one that it handed over.
+    pub(crate) fn mapping(&self, memory: u64) -> Option<&Arc<Mapping>> {
         if memory == ARENA {
             Some(&self.arena)
         } else {

@@ -58,6 +58,15 @@ impl EpochLanes {
         })
     }
 
+    pub(crate) fn board(&self) -> &Board {
+        &self.board
+    }
+
+    /// In rank order.
+    pub(crate) fn lanes(&self) -> impl Iterator<Item = &Lane> {
+        self.lanes.iter().map(|(lane, _)| lane)
+    }
+
     pub(crate) fn board_len_bytes(&self) -> u64 {
         self.board_memory.len_bytes().get() as u64
     }

@@ -212,7 +212,7 @@ fn run_vs_mpi(arguments: &Arguments) -> Result<Outcome, BenchError> {
 /// The lanes of a backend.
 fn lanes_of(backend: Backend) -> &'static [Lane] {
     match backend {
-        Backend::Host => &[Lane::Rpc, Lane::Delegated],
+        Backend::Host => &[Lane::Rpc, Lane::Resident, Lane::Delegated],
         Backend::Cuda => &[Lane::Rpc],
     }
 }

@@ -363,11 +363,6 @@ impl<T> Communicator<T> {
         self.epoch
     }
 
-    /// How ranks reduce in shared memory.
-    pub(crate) fn geometry(&self) -> Geometry {
-        self.settings.geometry
-    }
-
     /// The lane in use, once Ready.
     pub(crate) fn lane(&self) -> Option<&LaneChoice> {
         match &self.phase {
@@ -560,6 +555,13 @@ impl<T> Communicator<T> {
         if epoch == self.epoch && matches!(self.phase, Phase::Sharing { .. }) {
             let ranks = Vec::new();
             self.end_epoch(EndCause::Ineligible { ranks, reason });
+        }
+    }
+
+    /// The lane of `epoch` does not go on.
+    pub(crate) fn lane_failed(&mut self, epoch: u64, rank: Option<Rank>, reason: String) {
+        if epoch == self.epoch && !matches!(self.phase, Phase::Forming { .. }) {
+            self.end_epoch(EndCause::Lane { rank, reason });
         }
     }
 

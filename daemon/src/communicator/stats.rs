@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// A histogram of durations, in units of 10 ns up to ten minutes; longer counts as the longest.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Durations(Option<Histogram<u32>>);
 
 const UNIT_NS: u128 = 10;
@@ -38,6 +38,13 @@ impl Durations {
         let units = u64::try_from(duration.as_nanos() / UNIT_NS).unwrap_or(u64::MAX);
         if let Some(histogram) = &mut self.0 {
             histogram.saturating_record(units);
+        }
+    }
+
+    fn add(&mut self, other: &Self) {
+        if let (Some(own), Some(other)) = (&mut self.0, &other.0) {
+            // Of the same bounds.
+            let _ = own.add(other);
         }
     }
 
@@ -74,7 +81,7 @@ impl Count {
 }
 
 /// One rank's counters.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct RankStats {
     pub(crate) count: Count,
     pub(crate) lateness: Durations,
@@ -82,7 +89,7 @@ pub(crate) struct RankStats {
 }
 
 /// A communicator's counters since the executor's start.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Stats {
     pub(crate) reductions: BTreeMap<ReductionKind, Count>,
     pub(crate) reduction: Durations,
@@ -105,6 +112,30 @@ impl Stats {
             ranks: world_size.ranks().map(rank).collect(),
             errors: BTreeMap::new(),
         }
+    }
+
+    /// These and others, which were counted apart.
+    pub(crate) fn with(&self, other: &Self) -> Self {
+        let mut sum = self.clone();
+        let as_counted = |count: &Count| lane::counts::Count {
+            operations: count.operations,
+            bytes: count.bytes,
+        };
+        for (kind, count) in &other.reductions {
+            let own = sum.reductions.entry(*kind).or_default();
+            own.add(as_counted(count));
+        }
+        sum.reduction.add(&other.reduction);
+        sum.skew.add(&other.skew);
+        for (own, other) in sum.ranks.iter_mut().zip(&other.ranks) {
+            own.count.add(as_counted(&other.count));
+            own.lateness.add(&other.lateness);
+            own.times_last += other.times_last;
+        }
+        for (code, count) in &other.errors {
+            *sum.errors.entry(*code).or_default() += count;
+        }
+        sum
     }
 
     /// A reduction was done. `lateness`: for each rank, how long after the first it called.

@@ -8,10 +8,11 @@ use crate::backend::Fault;
 use crate::backend::cuda::{self, CudaBackend, Freed, GpuTrouble, Stuck};
 use crate::backend::host::{Job, Pool, Window};
 use crate::backend::host_lanes::{EpochLanes, LaneCounts};
+use crate::backend::host_resident::{self, BufferTable, ResidentStats};
 use crate::backend::jobs::JobThread;
 use crate::communicator::{
-    BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, JoinError, Joining,
-    Launch, Quantiles, RankStats, Reduced, ReductionKind, SessionInfo, Settings, Stats,
+    ARENA, BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, JoinError,
+    Joining, Launch, Quantiles, RankStats, Reduced, ReductionKind, SessionInfo, Settings, Stats,
 };
 use crate::config::ms;
 use crate::executor::ExecutorSpec;
@@ -19,13 +20,14 @@ use crate::health::HealthTable;
 use crate::plan::{LaneChoice, check_wanted_lanes, lane_geometry};
 use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
 use allreduce_contract::cuda::ImportedMemory;
+use allreduce_contract::lane::Abort;
 use allreduce_contract::memory::{Mapping, MemoryError, SealedMemory};
 use allreduce_contract::v1::{CudaMemory, ErrorCode, GaveUp, Hello, HostLane, RegionKind};
 use allreduce_contract::window::{ABI_VERSION, Control};
 use allreduce_contract::{Algorithm, Backend as BackendKind, Lane, Rank};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 
@@ -149,6 +151,11 @@ enum Command {
         epoch: u64,
         lane: Lane,
         lanes: Result<Box<EpochLanes>, MemoryError>,
+    },
+    /// The thread of lane resident does not go on.
+    ResidentStopped {
+        epoch: u64,
+        abort: Abort,
     },
     /// A rank could not finish a reduction of its own.
     GaveUp {
@@ -427,13 +434,27 @@ struct HostBackend {
     pool: Option<Pool>,
     max_threads: usize,
     /// What the ranks of the current epoch share, on lanes that share.
-    lanes: Option<Box<EpochLanes>>,
+    lanes: Option<Arc<EpochLanes>>,
+    processors: usize,
+    /// Every buffer, for lane resident.
+    table: BufferTable,
+    /// What lane resident has counted, since the executor's start.
+    resident_stats: ResidentStats,
 }
 
 impl HostBackend {
+    /// A session was given a buffer of its arena, or of a memory that it handed over.
+    fn note_buffer(&self, session: u64, buffer_id: u64, memory: u64, start: u64, len: u64) {
+        let window = self.windows.get(&session);
+        if let Some(mapping) = window.and_then(|window| window.mapping(memory)) {
+            self.table.insert(session, buffer_id, mapping, start, len);
+        }
+    }
+
     /// The epoch is over: whoever waits in the shared memory learns it. What was counted there.
     fn end_lanes(&mut self, end: &EpochEnd) -> Option<(Lane, LaneCounts)> {
         let lanes = self.lanes.take_if(|lanes| lanes.epoch == end.epoch)?;
+        // A thread that serves them lets go of them then.
         lanes.end(end.cause.ranks());
         let counts = lanes.counts();
         self.memory.run(move |()| drop(lanes));
@@ -550,7 +571,7 @@ impl Task {
             max_buffers: u64::from(spec.communicator.max_buffers),
             join_timeout: ms(spec.communicator.join_timeout_ms),
             max_threads,
-            geometry: lane_geometry(spec.world_size(), processors, &spec.host),
+            geometry: lane_geometry(Lane::Delegated, spec.world_size(), processors, &spec.host),
         };
         let handle = Handle {
             commands: sender.clone(),
@@ -565,6 +586,9 @@ impl Task {
                     pool: None,
                     max_threads,
                     lanes: None,
+                    processors,
+                    table: BufferTable::default(),
+                    resident_stats: Arc::new(Mutex::new(Stats::new(spec.world_size()))),
                 }),
                 BackendKind::Cuda => {
                     let backend = CudaBackend::start(spec.cuda.clone(), spec.world_size())?;
@@ -691,6 +715,13 @@ impl Task {
             Command::Mapped { session, error } => self.communicator.mapped(session, error),
             Command::Shared { session, error } => self.communicator.shared(session, error),
             Command::LanesMade { epoch, lane, lanes } => self.lanes_made(epoch, lane, lanes),
+            Command::ResidentStopped { epoch, abort } => {
+                let ranks = abort.rank_list();
+                let rank = ranks.first().filter(|_| ranks.len() == 1);
+                let rank = rank.and_then(|rank| self.spec.world_size().rank(*rank).ok());
+                self.communicator
+                    .lane_failed(epoch, rank, abort.to_string());
+            }
             Command::GaveUp { session, gave_up } => self.communicator.gave_up(session, &gave_up),
             Command::Tested {
                 sessions,
@@ -722,7 +753,13 @@ impl Task {
                 len_bytes,
                 reply,
             } => {
-                let _ = reply.send(self.communicator.allocate(session, len_bytes));
+                let allocated = self.communicator.allocate(session, len_bytes);
+                if let (Ok((buffer_id, offset_bytes)), Backend::Host(host)) =
+                    (&allocated, &self.backend)
+                {
+                    host.note_buffer(session, *buffer_id, ARENA, *offset_bytes, len_bytes);
+                }
+                let _ = reply.send(allocated);
             }
             Command::Register {
                 session,
@@ -732,9 +769,14 @@ impl Task {
                 reply,
             } => {
                 let registered = match &self.backend {
-                    Backend::Host(_) => {
-                        self.communicator
-                            .register(session, handle, offset_bytes, len_bytes)
+                    Backend::Host(host) => {
+                        let registered =
+                            self.communicator
+                                .register(session, handle, offset_bytes, len_bytes);
+                        if let Ok(id) = &registered {
+                            host.note_buffer(session, *id, handle, offset_bytes, len_bytes);
+                        }
+                        registered
                     }
                     Backend::Cuda(_) => Err(BufferError::WrongBackend {
                         what: "memory_handle",
@@ -762,7 +804,10 @@ impl Task {
                 (Ok(Some(memory)), Backend::Cuda(_)) => {
                     self.releasing.insert((session, memory), reply);
                 }
-                (released, _) => {
+                (released, backend) => {
+                    if let (Ok(_), Backend::Host(host)) = (&released, backend) {
+                        host.table.remove(session, buffer_id);
+                    }
                     let _ = reply.send(released.map(|_| ()));
                 }
             },
@@ -1391,6 +1436,7 @@ impl Task {
                 }
                 match &mut self.backend {
                     Backend::Host(host) => {
+                        host.table.forget(session);
                         let window = host.windows.remove(&session);
                         host.memory.run(move |()| drop((window, waiting)));
                     }
@@ -1408,7 +1454,7 @@ impl Task {
             // Told when they are made.
             Backend::Host(host) => {
                 let world_size = self.spec.world_size();
-                let geometry = self.communicator.geometry();
+                let geometry = lane_geometry(lane, world_size, host.processors, &self.spec.host);
                 let own = self.own.clone();
                 host.memory.run(move |()| {
                     let lanes = EpochLanes::create(world_size, epoch, geometry).map(Box::new);
@@ -1484,7 +1530,24 @@ impl Task {
             spin_ns: ns(geometry.spin),
             yield_ns: ns(geometry.yielding),
         };
-        host.lanes = Some(lanes);
+        let lanes: Arc<EpochLanes> = Arc::from(lanes);
+        host.lanes = Some(Arc::clone(&lanes));
+        if lane == Lane::Resident {
+            let own = self.own.clone();
+            let stopped = move |abort| tell_task(&own, Command::ResidentStopped { epoch, abort });
+            let started = host_resident::start(
+                self.spec.world_size(),
+                lanes,
+                sessions.clone(),
+                host.table.clone(),
+                Arc::clone(&host.resident_stats),
+                stopped,
+            );
+            if let Err(error) = started {
+                let reason = format!("no thread for lane {lane}: {error}");
+                return self.communicator.cannot_share(epoch, reason);
+            }
+        }
         self.tell_peers(&sessions, epoch, lane, &peers, Some(message));
     }
 
@@ -1600,13 +1663,21 @@ impl Task {
     }
 
     fn report(&self) -> StatsReport {
+        let merged = match &self.backend {
+            Backend::Host(host) => {
+                let resident = host.resident_stats.lock();
+                let resident = resident.unwrap_or_else(PoisonError::into_inner);
+                Some(self.communicator.stats().with(&resident))
+            }
+            Backend::Cuda(_) => None,
+        };
         let Stats {
             reductions,
             reduction,
             skew,
             ranks,
             errors,
-        } = self.communicator.stats();
+        } = merged.as_ref().unwrap_or(self.communicator.stats());
         // What ranks of the current epoch have reduced themselves; the stats hold that of earlier ones.
         let delegated = match &self.backend {
             Backend::Host(host) => host.lanes.as_ref().map(|lanes| lanes.counts()),

@@ -81,7 +81,8 @@ impl ToStatus for Refusal {
             | Refusal::NoKernel { .. }
             | Refusal::NoSuchAlgorithm { .. }
             | Refusal::OnlyDelegated(_)
-            | Refusal::NotDelegated(_) => (Code::InvalidArgument, detail(ErrorCode::Refused)),
+            | Refusal::NotDelegated(_)
+            | Refusal::NotResident(_) => (Code::InvalidArgument, detail(ErrorCode::Refused)),
             Refusal::TooFewBlocks { .. }
             | Refusal::NotTested
             | Refusal::NoSuchLane { .. }

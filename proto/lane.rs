@@ -19,6 +19,8 @@
 #![allow(unsafe_code)] // room: shared memory
 
 pub mod counts;
+#[cfg(test)]
+mod model;
 pub mod protocol;
 pub mod words;
 

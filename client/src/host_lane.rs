@@ -532,8 +532,7 @@ impl Running<'_> {
         // Late is who has not called; none if all have, and the executor is.
         let reply = match self.wait(look, || self.late()) {
             Ok(reply) => reply,
-            Err(stop) if !words.is_claimed(self.sequence) => return Err(stop),
-            Err(_) => self.wait_claimed().ok_or(Stop::Stuck)?,
+            Err(stop) => self.wait_claimed(stop)?,
         };
         if reply.code != 0 {
             return Err(self.wrong(&reply, request));
@@ -547,15 +546,20 @@ impl Running<'_> {
         })
     }
 
-    /// The executor has claimed the call, so it answers, whatever else is over, unless it is stopped or dead.
-    fn wait_claimed(&self) -> Option<Reply> {
+    /// The epoch is over. If the executor has claimed the call it answers all the same, unless it is stopped or dead,
+    /// or takes the claim back.
+    fn wait_claimed(&self, stop: Stop) -> Result<Reply, Stop> {
+        let words = self.lane.own.words();
         let deadline = std::time::Instant::now() + REASON_TIMEOUT;
         loop {
-            if let Some(reply) = self.lane.own.words().reply(self.sequence) {
-                return Some(reply);
+            if !words.is_claimed(self.sequence) {
+                return Err(stop);
+            }
+            if let Some(reply) = words.reply(self.sequence) {
+                return Ok(reply);
             }
             if std::time::Instant::now() >= deadline {
-                return None;
+                return Err(Stop::Stuck);
             }
             std::thread::sleep(Duration::from_micros(100));
         }

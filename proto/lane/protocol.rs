@@ -1,7 +1,7 @@
 //! How ranks and executor meet in shared memory: what is stored, in which order, and how one waits for it.
 //!
 //! Owns every atomic of the host lanes. [`lane`](super) puts the words into mappings; the client's and the executor's
-//! lanes call it. It is generic over [`Platform`], so that tests/model checks this very code with loom. Refuses to
+//! lanes call it. It is generic over [`Platform`], so that `model` checks this very code with loom. Refuses to
 //! trust a word: all that is read here was perhaps written by a hostile rank, and is a number.
 //!
 //! # Words

@@ -730,12 +730,12 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(50);
 /// Looks between two looks at the clock.
 const LOOKS: u32 = 16;
 
-/// Spins, then lets others run, then sleeps, until a deadline.
+/// Spins, then lets others run, then sleeps, for a time.
 #[derive(Debug)]
 pub struct SpinThenSleep {
     spin_ns: u64,
     yield_ns: u64,
-    deadline_ns: u64,
+    timeout_ns: u64,
     longest_sleep: Duration,
     /// When it first looked at the clock.
     since_ns: Option<u64>,
@@ -743,14 +743,14 @@ pub struct SpinThenSleep {
 }
 
 impl SpinThenSleep {
-    /// With a lane's budgets, until `deadline_ns` of [`monotonic_ns`].
-    pub fn new(geometry: &Geometry, deadline_ns: u64) -> Self {
+    /// With a lane's budgets, for `timeout` from its first look at the clock.
+    pub fn new(geometry: &Geometry, timeout: Duration) -> Self {
         let ns = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
         let spin_ns = ns(geometry.spin);
         Self {
             spin_ns,
             yield_ns: spin_ns.saturating_add(ns(geometry.yielding)),
-            deadline_ns,
+            timeout_ns: ns(timeout),
             longest_sleep: LONGEST_SLEEP,
             since_ns: None,
             looks: 0,
@@ -774,10 +774,10 @@ impl Patience for SpinThenSleep {
         }
         let now = monotonic_ns();
         let since = *self.since_ns.get_or_insert(now);
-        if now >= self.deadline_ns {
+        let waited = now.saturating_sub(since);
+        if waited >= self.timeout_ns {
             return Step::Expired;
         }
-        let waited = now.saturating_sub(since);
         if waited < self.spin_ns {
             return Step::Look;
         }
@@ -787,7 +787,7 @@ impl Patience for SpinThenSleep {
             std::thread::yield_now();
             return Step::Look;
         }
-        let left = Duration::from_nanos(self.deadline_ns - now);
+        let left = Duration::from_nanos(self.timeout_ns - waited);
         Step::Sleep(left.min(self.longest_sleep))
     }
 }
@@ -905,12 +905,12 @@ mod tests {
             yielding: Duration::ZERO,
         };
         let look = || (peer.progress() == 5).then_some(());
-        let mut patience = SpinThenSleep::new(&geometry, monotonic_ns() + 1_000_000);
+        let mut patience = SpinThenSleep::new(&geometry, Duration::from_millis(1));
         let waited = board.words().wait(0, &mut patience, look);
         assert_eq!(waited, Err(protocol::Stopped::Expired));
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| {
-                let mut patience = SpinThenSleep::new(&geometry, u64::MAX);
+                let mut patience = SpinThenSleep::new(&geometry, Duration::MAX);
                 board.words().wait(0, &mut patience, look)
             });
             for progress in 1..=5 {
@@ -921,7 +921,7 @@ mod tests {
         });
         let abort = Abort::of(AbortCause::Ended, Some(1), 0).to_word();
         assert_eq!(other.words().set_abort(abort), abort);
-        let mut patience = SpinThenSleep::new(&geometry, u64::MAX);
+        let mut patience = SpinThenSleep::new(&geometry, Duration::MAX);
         let waited = board
             .words()
             .wait(0, &mut patience, || (peer.progress() == 6).then_some(()));

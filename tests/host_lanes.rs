@@ -20,7 +20,7 @@ use allreduce_contract::v1::buffers_client::BuffersClient;
 use allreduce_contract::v1::{
     self, AllocateRequest, ErrorCode, GetStatsRequest, Hello, Peers, RegionKind, Shared,
 };
-use harness::raw::{block_on, dial, executor_pid, hello, info, open};
+use harness::raw::{RawRank, block_on, dial, executor_pid, hello, info, open};
 use harness::worker::Worker;
 use harness::{daemon, options, ranks, send_signal, watchdog};
 use nix::sys::signal::Signal;
@@ -407,6 +407,70 @@ fn check_stats(socket: &Path, is_ready: bool) {
     );
     for rank in &stats.ranks {
         assert_eq!((rank.operations, rank.bytes), (6, 80_060));
+    }
+}
+
+/// The AllReduce RPC serves on any lane: who cannot map what the lane shares can still call.
+#[test]
+fn the_rpc_reduces_on_any_lane() {
+    let _watchdog = watchdog();
+    let daemon = daemon(&[]);
+    for lane in LANES {
+        block_on(async {
+            let opened = open(daemon.socket(), &format!("rpc-on-{lane}"), 2).await;
+            let mut raw = Vec::new();
+            for rank in 0..2 {
+                let hello = Hello {
+                    lanes: vec![v1::Lane::from(lane) as i32],
+                    ..hello(&opened, rank, 2)
+                };
+                raw.push(RawRank::join_as(&opened, hello).await);
+            }
+            for rank in &mut raw {
+                let Ok(Some(ToRank::Peers(peers))) = rank.stream.next().await else {
+                    panic!("not Peers");
+                };
+                assert_eq!(peers.lane(), v1::Lane::from(lane));
+                rank.stream.send(FromRank::Shared(Shared::default()));
+            }
+            for rank in &mut raw {
+                assert_eq!(rank.ready().await.lane(), v1::Lane::from(lane));
+            }
+            harness::raw::reduce_well(&mut raw).await;
+        });
+    }
+}
+
+/// A rank that cannot map what is shared says so, and every rank is refused with its words.
+#[test]
+fn a_rank_that_cannot_share_is_named() {
+    let _watchdog = watchdog();
+    let daemon = daemon(&[]);
+    for lane in LANES {
+        let name = format!("cannot-{lane}");
+        block_on(async {
+            let opened = open(daemon.socket(), &name, 2).await;
+            let mut raw = Vec::new();
+            for rank in 0..2 {
+                let hello = Hello {
+                    lanes: vec![v1::Lane::from(lane) as i32],
+                    ..hello(&opened, rank, 2)
+                };
+                raw.push(RawRank::join_as(&opened, hello).await);
+            }
+            for rank in &mut raw {
+                let peers = rank.stream.next().await;
+                assert!(matches!(peers, Ok(Some(ToRank::Peers(_)))), "{peers:?}");
+            }
+            let error = "no address space".to_owned();
+            raw[1].stream.send(FromRank::Shared(Shared { error }));
+            for rank in &mut raw {
+                let status = rank.stream.next().await.unwrap_err();
+                let words = ["rank 1 cannot use lane", "no address space"];
+                let (code, kind) = (tonic::Code::FailedPrecondition, ErrorCode::NotEligible);
+                harness::raw::refused(&status, code, kind, &words);
+            }
+        });
     }
 }
 

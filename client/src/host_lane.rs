@@ -22,9 +22,10 @@
 #![allow(unsafe_code)] // room: shared memory
 
 use crate::attach::{Errand, Membership, Over};
-use crate::communicator::{Outcome, Reduction, cut_off, over};
+use crate::communicator::{ANSWER_GRACE, Outcome, Reduction, cut_off, over};
 use crate::error::{AllReduceError, EpochEnd, Failed, Refused};
 use crate::sequence::{Sequences, Ticket};
+use allreduce_contract::lane::counts::Seen;
 use allreduce_contract::lane::protocol::{EXECUTOR_BELL, Found, Reply, Stopped};
 use allreduce_contract::lane::{
     Abort, AbortCause, Board, Call, Geometry, Identity, LAST_STEP, Lane, NOT_IN_ARENA, PeerLane,
@@ -272,7 +273,7 @@ impl Pointers {
 struct Running<'a> {
     lane: &'a HostLane,
     sequence: u64,
-    deadline_ns: u64,
+    timeout: Duration,
 }
 
 impl HostLane {
@@ -357,11 +358,10 @@ impl HostLane {
             });
         }
         let arrived_ns = monotonic_ns();
-        let timeout_ns = u64::try_from(request.timeout.as_nanos()).unwrap_or(u64::MAX);
         let running = Running {
             lane: self,
             sequence,
-            deadline_ns: arrived_ns.saturating_add(timeout_ns),
+            timeout: request.timeout,
         };
         let reduced = match self.kind {
             LaneKind::Delegated => running.run(request, arrived_ns),
@@ -379,12 +379,18 @@ impl HostLane {
                 })
             }
             Ok(reduction) => {
-                let kind = (
-                    request.signature.dtype,
-                    request.signature.op,
-                    reduction.algorithm,
-                );
-                self.own.counts().add(kind, request.len_bytes() as u64);
+                self.own.counts().add(&Seen {
+                    kind: (
+                        request.signature.dtype,
+                        request.signature.op,
+                        reduction.algorithm,
+                    ),
+                    bytes: request.len_bytes() as u64,
+                    late: reduction.skew.saturating_sub(reduction.waited),
+                    skew: reduction.skew,
+                    reduce: reduction.reduce_time,
+                    is_last: reduction.last_rank == self.rank,
+                });
                 Ok(reduction)
             }
             Err(stop) => {
@@ -428,20 +434,26 @@ impl Running<'_> {
         look: impl FnMut() -> Option<T>,
         late: impl FnOnce() -> u16,
     ) -> Result<T, Stop> {
-        let mut patience = SpinThenSleep::new(&self.lane.geometry, self.deadline_ns);
+        // Each wait anew: others may reduce for long, but not be silent for long.
+        let mut patience = SpinThenSleep::new(&self.lane.geometry, self.timeout);
         let words = self.lane.board.words();
-        match words.wait(self.lane.me(), &mut patience, look) {
-            Ok(found) => Ok(found),
-            Err(Stopped::Aborted(word)) => Err(Stop::Over {
+        let waited = words.wait(self.lane.me(), &mut patience, look);
+        waited.map_err(|stopped| self.stop(stopped, late))
+    }
+
+    /// Ends the epoch if a deadline has passed; says why it is over.
+    fn stop(&self, stopped: Stopped, late: impl FnOnce() -> u16) -> Stop {
+        match stopped {
+            Stopped::Aborted(word) => Stop::Over {
                 abort: Abort::from_word(word),
                 is_own: false,
                 is_late: false,
-            }),
-            Err(Stopped::Expired) => Err(match late() {
+            },
+            Stopped::Expired => match late() {
                 // All ranks have called: the executor does not answer.
                 0 => self.abort(AbortCause::Failed, 0),
                 ranks => self.abort(AbortCause::Timeout, ranks),
-            }),
+            },
         }
     }
 
@@ -530,7 +542,16 @@ impl Running<'_> {
         lane.board.words().ring([EXECUTOR_BELL]);
         let look = || words.reply(self.sequence);
         // Late is who has not called; none if all have, and the executor is.
-        let reply = match self.wait(look, || self.late()) {
+        let mut patience = SpinThenSleep::new(&lane.geometry, self.timeout);
+        let board = lane.board.words();
+        let mut waited = board.wait(lane.me(), &mut patience, look);
+        if waited == Err(Stopped::Expired) && self.late() == 0 {
+            // All ranks have called in time, and the executor reduces.
+            let grace = self.timeout.saturating_add(ANSWER_GRACE);
+            let mut patience = SpinThenSleep::new(&lane.geometry, grace);
+            waited = board.wait(lane.me(), &mut patience, look);
+        }
+        let reply = match waited.map_err(|stopped| self.stop(stopped, || self.late())) {
             Ok(reply) => reply,
             Err(stop) => self.wait_claimed(stop)?,
         };

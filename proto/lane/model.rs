@@ -145,6 +145,26 @@ fn lane<const FAULT: u8>() -> RankWords<Model<FAULT>> {
     }
 }
 
+/// A tensor, or a part of the staging.
+struct Tensor(UnsafeCell<u64>);
+
+#[allow(unsafe_code)] // room: a model's cells
+impl Tensor {
+    fn new(value: u64) -> Self {
+        Self(UnsafeCell::new(value))
+    }
+
+    fn get(&self) -> u64 {
+        // SAFETY: loom ends the model if a write is concurrent.
+        self.0.with(|cell| unsafe { *cell })
+    }
+
+    fn set(&self, value: u64) {
+        // SAFETY: loom ends the model if another access is concurrent.
+        self.0.with_mut(|cell| unsafe { *cell = value });
+    }
+}
+
 /// Sleeps at once, and never gives up: with it every wait must end because of what others do.
 struct Sleepy;
 
@@ -217,12 +237,12 @@ struct OneShot<const FAULT: u8> {
     board: BoardWords<Model<FAULT>>,
     lanes: [RankWords<Model<FAULT>>; 2],
     /// By rank: two halves.
-    stagings: [[UnsafeCell<u64>; 2]; 2],
+    stagings: [[Tensor; 2]; 2],
 }
 
 impl<const FAULT: u8> OneShot<FAULT> {
     fn new() -> Self {
-        let staging = || [UnsafeCell::new(0), UnsafeCell::new(0)];
+        let staging = || [Tensor::new(0), Tensor::new(0)];
         Self {
             board: board(),
             lanes: [lane(), lane()],
@@ -231,21 +251,19 @@ impl<const FAULT: u8> OneShot<FAULT> {
     }
 
     /// One rank's calls. With one half of the staging, or two.
-    #[allow(unsafe_code, clippy::indexing_slicing)] // room: a model's cells
+    #[allow(clippy::indexing_slicing)]
     fn run(&self, rank: usize, calls: u64, halves: u64) {
         let peer = 1 - rank;
         for sequence in 1..=calls {
             let half = sequence % halves;
             let index = usize::from(half == 1);
-            // SAFETY: loom checks that no other access is concurrent.
-            self.stagings[rank][index].with_mut(|cell| unsafe { *cell = sequence });
+            self.stagings[rank][index].set(sequence);
             self.lanes[rank].publish(&entry(sequence, half));
             self.board.ring([peer]);
             let look = || self.lanes[peer].entry(sequence);
             let found = self.board.wait(rank, &mut Sleepy, look);
             assert_eq!(found, Ok(Found::Here(entry(sequence, half))));
-            // SAFETY: as above.
-            let read = self.stagings[peer][index].with(|cell| unsafe { *cell });
+            let read = self.stagings[peer][index].get();
             assert_eq!(read, sequence);
         }
     }
@@ -275,12 +293,12 @@ struct TwoShot<const FAULT: u8> {
     board: BoardWords<Model<FAULT>>,
     lanes: [RankWords<Model<FAULT>>; 2],
     /// By rank: two slices of a tensor, reduced in place.
-    tensors: [[UnsafeCell<u64>; 2]; 2],
+    tensors: [[Tensor; 2]; 2],
 }
 
 impl<const FAULT: u8> TwoShot<FAULT> {
     fn new() -> Self {
-        let tensor = || [UnsafeCell::new(1), UnsafeCell::new(1)];
+        let tensor = || [Tensor::new(1), Tensor::new(1)];
         Self {
             board: board(),
             lanes: [lane(), lane()],
@@ -296,7 +314,7 @@ impl<const FAULT: u8> TwoShot<FAULT> {
         assert_eq!(waited, Ok(()));
     }
 
-    #[allow(unsafe_code, clippy::indexing_slicing)] // room: a model's cells
+    #[allow(clippy::indexing_slicing)]
     fn run(&self, rank: usize, waits_at_the_end: bool) {
         let peer = 1 - rank;
         self.lanes[rank].publish(&entry(1, 0));
@@ -304,15 +322,15 @@ impl<const FAULT: u8> TwoShot<FAULT> {
         let look = || self.lanes[peer].entry(1);
         assert!(self.board.wait(rank, &mut Sleepy, look).is_ok());
         // Its slice, which the peer leaves alone.
-        // SAFETY: loom checks that no other access is concurrent; so for all below.
-        let theirs = self.tensors[peer][rank].with(|cell| unsafe { *cell });
-        self.tensors[rank][rank].with_mut(|cell| unsafe { *cell += theirs });
+        let theirs = self.tensors[peer][rank].get();
+        let own = self.tensors[rank][rank].get();
+        self.tensors[rank][rank].set(own + theirs);
         self.lanes[rank].set_progress(1);
         self.board.ring([peer]);
         self.wait_step(rank, peer, 1);
-        let reduced = self.tensors[peer][peer].with(|cell| unsafe { *cell });
+        let reduced = self.tensors[peer][peer].get();
         assert_eq!(reduced, 2);
-        self.tensors[rank][peer].with_mut(|cell| unsafe { *cell = reduced });
+        self.tensors[rank][peer].set(reduced);
         self.lanes[rank].set_progress(2);
         self.board.ring([peer]);
         if waits_at_the_end {
@@ -320,7 +338,7 @@ impl<const FAULT: u8> TwoShot<FAULT> {
         }
         // Back with its caller.
         for slice in &self.tensors[rank] {
-            slice.with_mut(|cell| unsafe { *cell = 7 });
+            slice.set(7);
         }
     }
 }
@@ -393,17 +411,16 @@ fn a_call_that_read_what_was_given_back_is_void() {
 struct Resident<const FAULT: u8> {
     board: BoardWords<Model<FAULT>>,
     lane: RankWords<Model<FAULT>>,
-    tensor: UnsafeCell<u64>,
+    tensor: Tensor,
 }
 
 /// A rank calls twice; the executor reduces what is called.
-#[allow(unsafe_code)] // room: a model's cells
 fn resident<const FAULT: u8>() -> impl Fn() + Sync + Send {
     || {
         let shared = Arc::new(Resident::<FAULT> {
             board: board(),
             lane: lane(),
-            tensor: UnsafeCell::new(0),
+            tensor: Tensor::new(0),
         });
         let executor = {
             let shared = Arc::clone(&shared);
@@ -413,21 +430,20 @@ fn resident<const FAULT: u8>() -> impl Fn() + Sync + Send {
                     let found = shared.board.wait(EXECUTOR_BELL, &mut Sleepy, look);
                     assert_eq!(found, Ok(Found::Here(entry(sequence, 0))));
                     shared.lane.claim(sequence);
-                    // SAFETY: loom checks that no other access is concurrent; so for all below.
-                    shared.tensor.with_mut(|cell| unsafe { *cell *= 2 });
+                    shared.tensor.set(2 * shared.tensor.get());
                     shared.lane.answer(sequence, &Reply::wrong(sequence, 0));
                     shared.board.ring([0]);
                 }
             })
         };
         for sequence in 1..=2 {
-            shared.tensor.with_mut(|cell| unsafe { *cell = sequence });
+            shared.tensor.set(sequence);
             shared.lane.publish(&entry(sequence, 0));
             shared.board.ring([EXECUTOR_BELL]);
             let look = || shared.lane.reply(sequence);
             let reply = shared.board.wait(0, &mut Sleepy, look);
             assert_eq!(reply, Ok(Reply::wrong(sequence, 0)));
-            let reduced = shared.tensor.with(|cell| unsafe { *cell });
+            let reduced = shared.tensor.get();
             assert_eq!(reduced, 2 * sequence);
         }
         let _ = executor.join();
@@ -442,13 +458,12 @@ fn a_doorbell_wakes_and_the_reply_shows_the_result() {
 }
 
 /// The executor claims a call while its rank gives up: only one of them has the tensor.
-#[allow(unsafe_code)] // room: a model's cells
 fn claim<const FAULT: u8>() -> impl Fn() + Sync + Send {
     || {
         let shared = Arc::new(Resident::<FAULT> {
             board: board(),
             lane: lane(),
-            tensor: UnsafeCell::new(0),
+            tensor: Tensor::new(0),
         });
         let other = Arc::clone(&shared);
         let executor = loom::thread::spawn(move || {
@@ -457,8 +472,7 @@ fn claim<const FAULT: u8>() -> impl Fn() + Sync + Send {
                 other.lane.claim(0);
                 return;
             }
-            // SAFETY: loom checks that no other access is concurrent; so for all below.
-            other.tensor.with_mut(|cell| unsafe { *cell = 1 });
+            other.tensor.set(1);
             other.lane.answer(1, &Reply::default());
         });
         shared.board.set_abort(5);
@@ -466,7 +480,7 @@ fn claim<const FAULT: u8>() -> impl Fn() + Sync + Send {
             loom::thread::yield_now();
         }
         // Given back.
-        shared.tensor.with_mut(|cell| unsafe { *cell = 2 });
+        shared.tensor.set(2);
         let _ = executor.join();
     }
 }

@@ -199,7 +199,12 @@ pub struct RawRank {
 impl RawRank {
     /// Joins and allocates; Ready is still to come.
     pub async fn join(opened: &OpenResponse, rank: u32, world_size: u32) -> Self {
-        let hello = hello(opened, rank, world_size);
+        Self::join_as(opened, hello(opened, rank, world_size)).await
+    }
+
+    /// Joins with this Hello.
+    pub async fn join_as(opened: &OpenResponse, hello: Hello) -> Self {
+        let (rank, world_size) = (hello.rank, hello.world_size);
         let mut stream = attach_with(opened, FromRank::Hello(hello)).await.unwrap();
         let Ok(Some(ToRank::Joined(joined))) = stream.next().await else {
             panic!("the first message is not Joined");

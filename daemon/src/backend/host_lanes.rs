@@ -4,7 +4,7 @@
 //! executor's task has them made on the memory thread, hands their descriptors out, and reads the counts. Refuses to
 //! believe a word of what ranks write.
 
-use allreduce_contract::lane::counts::{Count, Kind};
+use allreduce_contract::lane::counts::{Count, Counts, Kind};
 use allreduce_contract::lane::{Abort, AbortCause, Board, Geometry, Lane, rank_bit};
 use allreduce_contract::memory::{MemoryError, SealedMemory};
 use allreduce_contract::{Rank, WorldSize};
@@ -29,7 +29,7 @@ pub(crate) struct LaneCounts {
     /// Of each kind, the reductions that every rank has counted.
     pub(crate) reductions: BTreeMap<Kind, Count>,
     /// By rank.
-    pub(crate) ranks: Vec<Count>,
+    pub(crate) ranks: Vec<Counts>,
 }
 
 impl EpochLanes {
@@ -114,10 +114,10 @@ impl EpochLanes {
 
     /// What ranks have counted so far.
     pub(crate) fn counts(&self) -> LaneCounts {
-        let pages: Vec<BTreeMap<Kind, Count>> = self
-            .lanes
+        let ranks: Vec<Counts> = self.lanes().map(|lane| lane.counts().read()).collect();
+        let pages: Vec<BTreeMap<Kind, Count>> = ranks
             .iter()
-            .map(|(lane, _)| lane.counts().read().into_iter().collect())
+            .map(|counts| counts.kinds.iter().copied().collect())
             .collect();
         let mut reductions = BTreeMap::new();
         let kinds = pages.first().into_iter().flat_map(BTreeMap::keys);
@@ -132,16 +132,7 @@ impl EpochLanes {
                 reductions.insert(*kind, count);
             }
         }
-        let sum = |page: &BTreeMap<Kind, Count>| {
-            page.values().fold(Count::default(), |sum, count| Count {
-                operations: sum.operations.saturating_add(count.operations),
-                bytes: sum.bytes.saturating_add(count.bytes),
-            })
-        };
-        LaneCounts {
-            reductions,
-            ranks: pages.iter().map(sum).collect(),
-        }
+        LaneCounts { reductions, ranks }
     }
 }
 
@@ -149,7 +140,9 @@ impl EpochLanes {
 mod tests {
     #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
     use super::*;
-    use allreduce_contract::{Algorithm, Dtype, Op};
+    use crate::communicator::Stats;
+    use allreduce_contract::lane::counts::Seen;
+    use allreduce_contract::{Algorithm, Dtype, Lane, Op};
     use std::time::Duration;
 
     #[test]
@@ -164,18 +157,41 @@ mod tests {
         let lanes = EpochLanes::create(WorldSize::new(2).unwrap(), 3, geometry).unwrap();
         let kind = (Dtype::F32, Op::Sum, Algorithm::TwoShot);
         let other = (Dtype::F64, Op::Max, Algorithm::OneShot);
+        let seen = |kind, bytes, is_last| Seen {
+            kind,
+            bytes,
+            late: Duration::from_micros(3),
+            skew: Duration::from_micros(3),
+            reduce: Duration::from_micros(9),
+            is_last,
+        };
         for _ in 0..3 {
-            lanes.lanes[0].0.counts().add(kind, 100);
+            lanes.lanes[0].0.counts().add(&seen(kind, 100, true));
         }
-        lanes.lanes[1].0.counts().add(kind, 100);
-        lanes.lanes[1].0.counts().add(other, u64::MAX);
+        lanes.lanes[1].0.counts().add(&seen(kind, 100, false));
+        lanes.lanes[1].0.counts().add(&seen(other, u64::MAX, false));
         let counts = lanes.counts();
         let one = Count {
             operations: 1,
             bytes: 100,
         };
         assert_eq!(counts.reductions, BTreeMap::from([(kind, one)]));
-        let operations: Vec<u64> = counts.ranks.iter().map(|count| count.operations).collect();
+        let last: Vec<u64> = counts.ranks.iter().map(|count| count.times_last).collect();
+        assert_eq!(last, [3, 0]);
+        let mut stats = Stats::new(WorldSize::new(2).unwrap());
+        stats.record_lane(Lane::Delegated, &counts);
+        let operations: Vec<u64> = stats
+            .ranks
+            .iter()
+            .map(|rank| rank.count.operations)
+            .collect();
         assert_eq!(operations, [3, 2]);
+        assert_eq!(stats.ranks[1].count.bytes, u64::MAX);
+        let late = stats.ranks[0].lateness.quantiles();
+        assert!(
+            late.count == 3 && (2.5..3.5).contains(&late.p50),
+            "{late:?}"
+        );
+        assert_eq!(stats.skew.quantiles().count, 3);
     }
 }

@@ -202,8 +202,8 @@ impl Resident {
         let board = self.lanes.board().words();
         let mut calls = Vec::with_capacity(self.world_size.as_usize());
         for (rank, lane) in self.world_size.ranks().zip(self.lanes.lanes()) {
-            let mut patience =
-                SpinThenSleep::new(&self.lanes.geometry, u64::MAX).sleeping_at_most(LONGEST_SLEEP);
+            let mut patience = SpinThenSleep::new(&self.lanes.geometry, Duration::MAX)
+                .sleeping_at_most(LONGEST_SLEEP);
             let look = || lane.words().entry(sequence);
             let found = board.wait(
                 allreduce_contract::lane::protocol::EXECUTOR_BELL,

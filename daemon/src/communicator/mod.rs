@@ -35,7 +35,7 @@ pub(crate) use stats::{Count, Quantiles, RankStats, ReductionKind, Stats};
 
 use crate::plan::{GpuLimits, LaneChoice, Plan, PlanRequest, choose_lane, plan};
 use allreduce_contract::lane::Geometry;
-use allreduce_contract::v1::{BadEnum, GaveUp};
+use allreduce_contract::v1::{BadEnum, ErrorCode, GaveUp};
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, Rank, WorldSize};
 use arena::{Arena, ArenaFull};
 use rendezvous::{Arrival, Rendezvous, Stage};
@@ -581,6 +581,11 @@ impl<T> Communicator<T> {
             .filter_map(|rank| world_size.rank(*rank).ok())
             .take(world_size.as_usize())
             .collect();
+        let code = match gave_up.timeout_ms {
+            0 => ErrorCode::EpochEnded,
+            1.. => ErrorCode::Timeout,
+        };
+        self.stats.record_error(code);
         let cause = match (gave_up.timeout_ms, about.as_slice()) {
             (1.., [_, ..]) => EndCause::Timeout {
                 missing: about,

@@ -41,6 +41,17 @@ impl Durations {
         }
     }
 
+    /// Durations, and how often each.
+    fn record_all(&mut self, seen: &[(Duration, u64)]) {
+        for (duration, count) in seen {
+            let units = u64::try_from(duration.as_nanos() / UNIT_NS).unwrap_or(u64::MAX);
+            let count = u32::try_from(*count).unwrap_or(u32::MAX);
+            if let Some(histogram) = &mut self.0 {
+                histogram.saturating_record_n(units, count);
+            }
+        }
+    }
+
     fn add(&mut self, other: &Self) {
         if let (Some(own), Some(other)) = (&mut self.0, &other.0) {
             // Of the same bounds.
@@ -178,8 +189,17 @@ impl Stats {
             let key = (*dtype, *op, lane, *algorithm);
             self.reductions.entry(key).or_default().add(*count);
         }
-        for (stats, count) in self.ranks.iter_mut().zip(&counts.ranks) {
-            stats.count.add(*count);
+        for (stats, counts) in self.ranks.iter_mut().zip(&counts.ranks) {
+            for (_, count) in &counts.kinds {
+                stats.count.add(*count);
+            }
+            stats.lateness.record_all(&counts.late);
+            stats.times_last = stats.times_last.saturating_add(counts.times_last);
+        }
+        // Each rank has seen the same reductions; rank 0's account stands for all.
+        if let Some(first) = counts.ranks.first() {
+            self.skew.record_all(&first.skew);
+            self.reduction.record_all(&first.reduce);
         }
     }
 

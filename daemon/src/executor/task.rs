@@ -1663,14 +1663,17 @@ impl Task {
     }
 
     fn report(&self) -> StatsReport {
-        let merged = match &self.backend {
-            Backend::Host(host) => {
-                let resident = host.resident_stats.lock();
-                let resident = resident.unwrap_or_else(PoisonError::into_inner);
-                Some(self.communicator.stats().with(&resident))
+        let mut merged = None;
+        if let Backend::Host(host) = &self.backend {
+            let resident = host.resident_stats.lock();
+            let resident = resident.unwrap_or_else(PoisonError::into_inner);
+            let mut stats = self.communicator.stats().with(&resident);
+            // What ranks of the current epoch have reduced themselves; the stats hold that of earlier ones.
+            if let Some(lanes) = &host.lanes {
+                stats.record_lane(Lane::Delegated, &lanes.counts());
             }
-            Backend::Cuda(_) => None,
-        };
+            merged = Some(stats);
+        }
         let Stats {
             reductions,
             reduction,
@@ -1678,29 +1681,12 @@ impl Task {
             ranks,
             errors,
         } = merged.as_ref().unwrap_or(self.communicator.stats());
-        // What ranks of the current epoch have reduced themselves; the stats hold that of earlier ones.
-        let delegated = match &self.backend {
-            Backend::Host(host) => host.lanes.as_ref().map(|lanes| lanes.counts()),
-            Backend::Cuda(_) => None,
-        }
-        .unwrap_or_default();
-        let mut reductions = reductions.clone();
-        for ((dtype, op, algorithm), count) in &delegated.reductions {
-            let key = (*dtype, *op, Lane::Delegated, *algorithm);
-            reductions.entry(key).or_default().add(*count);
-        }
-        let report = |(rank, stats): (Rank, &RankStats)| {
-            let mut count = stats.count;
-            if let Some(own) = delegated.ranks.get(rank.as_usize()) {
-                count.add(*own);
-            }
-            RankReport {
-                operations: count.operations,
-                bytes: count.bytes,
-                lateness: stats.lateness.quantiles(),
-                times_last: stats.times_last,
-                joined: self.communicator.is_joined(rank),
-            }
+        let report = |(rank, stats): (Rank, &RankStats)| RankReport {
+            operations: stats.count.operations,
+            bytes: stats.count.bytes,
+            lateness: stats.lateness.quantiles(),
+            times_last: stats.times_last,
+            joined: self.communicator.is_joined(rank),
         };
         StatsReport {
             epoch: self.communicator.epoch(),

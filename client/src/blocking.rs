@@ -1,8 +1,8 @@
 //! The same client for code without a runtime.
 //!
-//! Each value owns a current-thread runtime, driven only inside its calls, on the calling thread: no
-//! other thread is woken for a reduction, which is what makes it the fastest front. Do not call it from
-//! async code.
+//! Each value owns a current-thread runtime, driven only inside its calls, on the calling thread, and lanes that share
+//! memory run on that too: no other thread of this process is woken for a reduction, which is what makes it the fastest
+//! front. Do not call it from async code.
 
 use crate::buffer::{Buffer, Element, Memory};
 use crate::client::JoinOptions;

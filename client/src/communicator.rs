@@ -77,12 +77,12 @@ impl AllReduceOptions {
     }
 }
 
-/// What the executor says about a reduction it did.
+/// What is known about a reduction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reduction {
     /// What reduced.
     pub algorithm: Algorithm,
-    /// Time it spent reducing.
+    /// Time spent reducing: the executor's; on lane delegated this rank's, with its waits for peers in between.
     pub reduce_time: Duration,
     /// Time between the first and the last rank's call.
     pub skew: Duration,
@@ -99,7 +99,8 @@ pub type Outcome<B> = Result<(B, Reduction), Box<Failed<B>>>;
 /// One rank's membership of one epoch of a communicator. Dropping it leaves.
 ///
 /// All ranks must make the same calls in the same order. Calls may overlap (up to the daemon's
-/// `max_in_flight`); the order is that of their first poll.
+/// `max_in_flight`); the order is that of their first poll. On a lane that shares memory they run one after the other, each
+/// on a thread of the runtime that may block.
 #[derive(Debug)]
 pub struct Communicator {
     rank: u32,
@@ -339,6 +340,9 @@ impl Communicator {
     }
 
     /// Reduces a buffer over all ranks, in place.
+    ///
+    /// On lane delegated of backend host this rank reduces itself, in shared memory; on lane resident a thread of the executor
+    /// does; on lane rpc the executor does, after a round trip.
     ///
     /// If the future is dropped, the call goes on (the other ranks count on it), and the buffer is
     /// released when it is done.

@@ -144,7 +144,7 @@ pub struct Host {
     /// Threads that share a large reduction of lane rpc; 0 takes the number of processors, at most 8.
     pub reduce_threads: u32,
     /// Lanes delegated and resident: how long a wait looks before it sleeps. It lets others run meanwhile; where there are
-    /// as many processors as ranks, not in the first 5 us.
+    /// as many processors as ranks, not in the first microsecond.
     pub lane_spin_us: u32,
     /// Lanes delegated and resident: bytes of each half of a rank's staging; a multiple of 4096.
     pub lane_stage_bytes: u64,

@@ -240,8 +240,9 @@ fn plan_host(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
     })
 }
 
-/// How long a wait spins without letting others run: some exchanges of flags.
-const LONGEST_SPIN: Duration = Duration::from_micros(5);
+/// How long a wait spins without letting others run: the time of an exchange of flags, and not more, since two ranks on one
+/// processor pay it at each wait.
+const LONGEST_SPIN: Duration = Duration::from_micros(1);
 
 /// How ranks reduce in shared memory themselves. As measured (docs/benchmarks.md, "host lanes").
 pub(crate) fn lane_geometry(

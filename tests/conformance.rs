@@ -97,14 +97,20 @@ fn algorithm(lane: Lane, tensor_bytes: usize, world_size: u32) -> Algorithm {
 }
 
 fn conform(world_size: u32, cases: &[Case], socket: &Path) {
+    // By case: computed by the rank that needs it first.
+    let answers: Vec<OnceLock<Answer>> = cases.iter().map(|_| OnceLock::new()).collect();
     for lane in LANES {
-        conform_on(lane, world_size, cases, socket);
+        conform_on(lane, world_size, cases, &answers, socket);
     }
 }
 
-fn conform_on(lane: Lane, world_size: u32, cases: &[Case], socket: &Path) {
-    // By case: computed by the rank that needs it first.
-    let answers: Vec<OnceLock<Answer>> = cases.iter().map(|_| OnceLock::new()).collect();
+fn conform_on(
+    lane: Lane,
+    world_size: u32,
+    cases: &[Case],
+    answers: &[OnceLock<Answer>],
+    socket: &Path,
+) {
     ranks(world_size, |rank| {
         let communicator = join(
             socket,
@@ -113,7 +119,7 @@ fn conform_on(lane: Lane, world_size: u32, cases: &[Case], socket: &Path) {
             rank,
             world_size,
         );
-        for (seed, (case, answer)) in (0..).zip(cases.iter().zip(&answers)) {
+        for (seed, (case, answer)) in (0..).zip(cases.iter().zip(answers)) {
             let Case {
                 dtype,
                 op,

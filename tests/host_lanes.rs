@@ -141,6 +141,29 @@ fn ranks_of_a_killed_executor_are_told_and_form_again() {
     }
 }
 
+/// An executor that stands still is lost once it answers no heartbeats; what it has begun it may still end, so a rank that had
+/// it reduce does not get its tensor back.
+#[test]
+fn an_executor_that_stops_is_lost() {
+    let _watchdog = watchdog();
+    let daemon = daemon(&[
+        ("ALLREDUCED_COMMUNICATOR__HEARTBEAT_INTERVAL_MS", "100"),
+        ("ALLREDUCED_COMMUNICATOR__HEARTBEAT_TIMEOUT_MS", "1500"),
+    ]);
+    for lane in LANES {
+        let name = format!("still-{lane}");
+        let mut workers = Worker::start_all_on(lane, daemon.socket(), &name, 2);
+        all_answer(&mut workers, "traffic 300000", "running");
+        let executor = executor_pid(daemon.socket(), &name);
+        send_signal(executor, Signal::SIGSTOP);
+        for worker in &mut workers {
+            let answer = worker.answer();
+            assert!(answer.starts_with("lost over "), "{answer}");
+        }
+        send_signal(executor, Signal::SIGKILL);
+    }
+}
+
 /// A rank that waits for one that never calls does not wait for ever when the executor dies: its own thread tells it.
 #[test]
 fn a_rank_that_sleeps_is_woken_when_the_executor_dies() {

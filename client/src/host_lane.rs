@@ -941,6 +941,7 @@ fn bit(rank: usize) -> u16 {
 struct Turn {
     ticket: Ticket,
     lane: Arc<HostLane>,
+    errands: mpsc::UnboundedSender<Errand>,
     has_run: bool,
 }
 
@@ -951,8 +952,11 @@ impl Drop for Turn {
             self.lane.turns.end(sequence);
         } else {
             let abort = Abort::of(AbortCause::Abandoned, Some(self.lane.rank), sequence);
-            self.lane.board.words().fail(sequence);
-            self.lane.board.words().set_abort(abort.to_word());
+            let words = self.lane.board.words();
+            words.set_abort(abort.to_word());
+            words.fail(sequence);
+            // Without the thread there is no membership either, and the executor has seen that end.
+            let _ = self.errands.send(Errand::GaveUp(gave_up(abort, 0)));
             self.lane.turns.break_off();
         }
     }
@@ -1050,6 +1054,7 @@ impl LaneFront {
         Turn {
             ticket,
             lane: Arc::clone(&self.lane),
+            errands: self.errands.clone(),
             has_run: false,
         }
     }
@@ -1142,14 +1147,10 @@ impl LaneFront {
     }
 
     fn give_up(&self, abort: Abort, timeout_ms: u32) {
-        let gave_up = GaveUp {
-            sequence: abort.sequence,
-            ranks: abort.rank_list(),
-            timeout_ms,
-            reason: abort.to_string(),
-        };
-        // Without the thread there is no membership either, and the executor has seen that end.
-        let _ = self.errands.send(Errand::GaveUp(gave_up));
+        // As in Turn's drop.
+        let _ = self
+            .errands
+            .send(Errand::GaveUp(gave_up(abort, timeout_ms)));
     }
 
     /// As the shared memory has it.
@@ -1172,6 +1173,15 @@ impl LaneFront {
                 message,
             }),
         }
+    }
+}
+
+fn gave_up(abort: Abort, timeout_ms: u32) -> GaveUp {
+    GaveUp {
+        sequence: abort.sequence,
+        ranks: abort.rank_list(),
+        timeout_ms,
+        reason: abort.to_string(),
     }
 }
 

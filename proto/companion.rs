@@ -7,7 +7,9 @@
 //!
 //! | request | descriptor in | reply | descriptor out |
 //! | --- | --- | --- | --- |
-//! | [`Kind::Control`], [`Kind::Arena`] | | length | the region of the session's own window |
+//! | [`Kind::Control`] | | length | the region of the session's own window |
+//! | [`Kind::Arena`], [`Kind::Lane`] | | length | the region of the peer that is named, read-only unless it is the session's own |
+//! | [`Kind::Board`] | | length | the board of the session's epoch |
 //! | [`Kind::Kernels`] | | length | the image of the kernels, to be read |
 //! | [`Kind::Hand`] | a sealed memfd | handle for Buffers.Register | |
 //!
@@ -24,7 +26,7 @@ pub const TOKEN_LEN: usize = 16;
 
 /// "ARFD", little endian: first word of each packet.
 const MAGIC: u32 = 0x4446_5241;
-const REQUEST_LEN: usize = 4 + 4 + 4 + 4 + 8 + 8 + TOKEN_LEN;
+const REQUEST_LEN: usize = 4 + 4 + 4 + 4 + 4 + 8 + 8 + TOKEN_LEN;
 const REPLY_LEN: usize = 4 + 4 + 8 + 8;
 
 /// What a request is about.
@@ -32,22 +34,35 @@ const REPLY_LEN: usize = 4 + 4 + 8 + 8;
 pub enum Kind {
     /// Send me the control page of my window.
     Control,
-    /// Send me the arena of my window.
+    /// Send me the arena of my window, or of a peer's.
     Arena,
     /// Send me the image of the kernels.
     Kernels,
+    /// Send me my lane, or a peer's.
+    Lane,
+    /// Send me the board of my epoch.
+    Board,
     /// Here is a memory of mine, to be registered.
     Hand,
 }
 
 impl Kind {
-    const ALL: [Kind; 4] = [Kind::Control, Kind::Arena, Kind::Kernels, Kind::Hand];
+    const ALL: [Kind; 6] = [
+        Kind::Control,
+        Kind::Arena,
+        Kind::Lane,
+        Kind::Board,
+        Kind::Kernels,
+        Kind::Hand,
+    ];
 
     const fn code(self) -> u32 {
         match self {
             Kind::Control => RegionKind::Control as u32,
             Kind::Arena => RegionKind::Arena as u32,
             Kind::Kernels => RegionKind::Kernels as u32,
+            Kind::Lane => RegionKind::Lane as u32,
+            Kind::Board => RegionKind::Board as u32,
             Kind::Hand => 0x100,
         }
     }
@@ -62,8 +77,10 @@ pub struct Request {
     pub token: [u8; TOKEN_LEN],
     /// The session, from Joined.
     pub session: u64,
-    /// The session's rank; another rank's regions are refused.
+    /// The session's rank.
     pub rank: u32,
+    /// With [`Kind::Arena`] and [`Kind::Lane`]: the rank whose region is wanted, of the same epoch.
+    pub peer: u32,
     /// With [`Kind::Hand`]: length of the memory, bytes.
     pub len_bytes: u64,
 }
@@ -177,6 +194,7 @@ impl Request {
         packet.extend(crate::window::ABI_VERSION.to_le_bytes());
         packet.extend(self.kind.code().to_le_bytes());
         packet.extend(self.rank.to_le_bytes());
+        packet.extend(self.peer.to_le_bytes());
         packet.extend(self.session.to_le_bytes());
         packet.extend(self.len_bytes.to_le_bytes());
         packet.extend(self.token);
@@ -195,6 +213,7 @@ impl Request {
         Some(Self {
             kind: Kind::ALL.into_iter().find(|known| known.code() == kind)?,
             rank: fields.u32()?,
+            peer: fields.u32()?,
             session: fields.u64()?,
             len_bytes: fields.u64()?,
             token: fields.take()?,
@@ -391,6 +410,7 @@ mod tests {
             token: [9; TOKEN_LEN],
             session: 3,
             rank: 2,
+            peer: 1,
             len_bytes: 4096,
         }
     }

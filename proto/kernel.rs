@@ -60,7 +60,7 @@ const MAX_RANKS: usize = crate::MAX_WORLD_SIZE as usize;
 /// The kernel's name for an algorithm; none for those of the host.
 pub const fn algorithm_name(algorithm: Algorithm) -> Option<&'static str> {
     match algorithm {
-        Algorithm::OneShot | Algorithm::OneShotChunked => None,
+        Algorithm::OneShot | Algorithm::OneShotChunked | Algorithm::TwoShot => None,
         Algorithm::OneShotPush
         | Algorithm::OneShotPull
         | Algorithm::OneShotPullInband

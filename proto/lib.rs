@@ -8,6 +8,7 @@ pub mod companion;
 pub mod cuda;
 #[cfg(any(feature = "cuda", feature = "kernels"))]
 pub mod kernel;
+pub mod lane;
 pub mod memory;
 #[cfg(feature = "cuda")]
 pub mod module;

@@ -20,7 +20,7 @@ use nix::sys::uio::{pread, pwrite};
 use nix::unistd::ftruncate;
 use std::ffi::CStr;
 use std::num::NonZeroUsize;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
 /// The seals every shared memory carries: its length is final, and so are the seals.
@@ -204,12 +204,32 @@ impl SealedMemory {
         Some((stat.st_dev, stat.st_ino))
     }
 
+    /// A descriptor through which the memory can only be read, for a peer.
+    ///
+    /// # Errors
+    /// What open(2) says; /proc must be mounted.
+    pub fn read_only_fd(&self) -> std::io::Result<OwnedFd> {
+        let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
+        Ok(std::fs::File::open(path)?.into())
+    }
+
+    /// Maps all of it, to be read only.
+    ///
+    /// # Errors
+    /// [`MemoryError::Map`].
+    pub fn map_read_only(&self) -> Result<ReadOnlyMapping, MemoryError> {
+        self.map_with(ProtFlags::PROT_READ).map(ReadOnlyMapping)
+    }
+
     /// Maps all of it, readable and writable.
     ///
     /// # Errors
     /// [`MemoryError::Map`].
     pub fn map(&self) -> Result<Mapping, MemoryError> {
-        let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        self.map_with(ProtFlags::PROT_READ | ProtFlags::PROT_WRITE)
+    }
+
+    fn map_with(&self, prot: ProtFlags) -> Result<Mapping, MemoryError> {
         // SAFETY: no address is asked for, so no existing mapping is replaced; the descriptor is open
         // and sealed against shrinking, and lies on tmpfs (both constructors see to it), so every access
         // to the mapping finds its page, or a zero page in the place of one punched out, or memory has
@@ -297,6 +317,29 @@ impl Mapping {
     }
 }
 
+/// A mapping that can only be read: a peer's memory.
+#[derive(Debug)]
+pub struct ReadOnlyMapping(Mapping);
+
+impl ReadOnlyMapping {
+    /// The first byte; page-aligned. Not to be written.
+    pub fn start(&self) -> NonNull<u8> {
+        self.0.start
+    }
+
+    /// Length in bytes.
+    pub fn len_bytes(&self) -> usize {
+        self.0.len_bytes()
+    }
+
+    /// Where `offset_bytes` is, if `len_bytes` from there lie inside.
+    pub fn range(&self, offset_bytes: u64, len_bytes: u64) -> Option<*const u8> {
+        self.0
+            .range(offset_bytes, len_bytes)
+            .map(|start| start.as_ptr().cast_const())
+    }
+}
+
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: start and length are those of one mmap that nobody else unmaps; pointers into it are
@@ -323,6 +366,26 @@ mod tests {
         unsafe {
             one.range(4096, 1).unwrap().write_volatile(7);
             assert_eq!(other.range(4096, 1).unwrap().read_volatile(), 7);
+        }
+    }
+
+    #[test]
+    fn a_read_only_descriptor_maps_read_only() {
+        let memory = SealedMemory::create(c"test", len(4096)).unwrap();
+        let peer = SealedMemory::adopt(memory.read_only_fd().unwrap(), 4096).unwrap();
+        assert!(matches!(
+            peer.map(),
+            Err(MemoryError::Map {
+                source: Errno::EACCES,
+                ..
+            })
+        ));
+        let (own, peer) = (memory.map().unwrap(), peer.map_read_only().unwrap());
+        assert!(peer.range(4095, 2).is_none());
+        // SAFETY: both pointers are inside live mappings; nobody else writes this memory.
+        unsafe {
+            own.range(8, 1).unwrap().write_volatile(7);
+            assert_eq!(peer.range(8, 1).unwrap().read_volatile(), 7);
         }
     }
 

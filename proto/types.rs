@@ -323,6 +323,8 @@ pub enum Algorithm {
     OneShot,
     /// The same pass, cut into chunks that several threads share.
     OneShotChunked,
+    /// Each rank reduces one slice of every rank's data, then takes the other slices from its peers.
+    TwoShot,
     /// CUDA: every rank writes its tensor into every peer's window; the data says that it has arrived.
     OneShotPush,
     /// CUDA: every rank reads every peer's tensor; flags say when.
@@ -338,10 +340,11 @@ pub enum Algorithm {
 }
 
 impl Algorithm {
-    /// Every algorithm, in the order of the wire enum.
-    pub const ALL: [Algorithm; 8] = [
+    /// Every algorithm.
+    pub const ALL: [Algorithm; 9] = [
         Algorithm::OneShot,
         Algorithm::OneShotChunked,
+        Algorithm::TwoShot,
         Algorithm::OneShotPush,
         Algorithm::OneShotPull,
         Algorithm::OneShotPullInband,
@@ -353,7 +356,7 @@ impl Algorithm {
     /// The backend that has it.
     pub const fn backend(self) -> Backend {
         match self {
-            Algorithm::OneShot | Algorithm::OneShotChunked => Backend::Host,
+            Algorithm::OneShot | Algorithm::OneShotChunked | Algorithm::TwoShot => Backend::Host,
             Algorithm::OneShotPush
             | Algorithm::OneShotPull
             | Algorithm::OneShotPullInband
@@ -368,6 +371,7 @@ impl Algorithm {
         match self {
             Algorithm::OneShot => "one_shot",
             Algorithm::OneShotChunked => "one_shot_chunked",
+            Algorithm::TwoShot => "two_shot",
             Algorithm::OneShotPush => "one_shot_push",
             Algorithm::OneShotPull => "one_shot_pull",
             Algorithm::OneShotPullInband => "one_shot_pull_inband",

@@ -79,6 +79,7 @@ wire_enum!(
     "algorithm",
     OneShot,
     OneShotChunked,
+    TwoShot,
     OneShotPush,
     OneShotPull,
     OneShotPullInband,

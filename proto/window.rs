@@ -39,9 +39,9 @@ use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Version of everything in this module and in [`crate::companion`]. Hello carries the client's; the
+/// Version of everything in this module, in [`crate::lane`] and in [`crate::companion`]. Hello carries the client's; the
 /// executor refuses another.
-pub const ABI_VERSION: u32 = 2;
+pub const ABI_VERSION: u32 = 3;
 
 /// Length of the control page, bytes.
 pub const CONTROL_LEN_BYTES: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
@@ -395,7 +395,7 @@ impl Control {
 
 /// Sleeps while `word` holds `expected`, at most for `timeout`; may return early for no reason.
 /// See futex(2); not the private kind, since the waker is another process.
-fn futex_wait(word: &AtomicU32, expected: u32, timeout: Duration) {
+pub(crate) fn futex_wait(word: &AtomicU32, expected: u32, timeout: Duration) {
     let timeout = libc::timespec {
         tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: i64::from(timeout.subsec_nanos()),
@@ -414,7 +414,7 @@ fn futex_wait(word: &AtomicU32, expected: u32, timeout: Duration) {
 }
 
 /// Wakes every process that sleeps on `word`.
-fn futex_wake(word: &AtomicU32) {
+pub(crate) fn futex_wake(word: &AtomicU32) {
     // SAFETY: word is live for the call.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }

@@ -231,15 +231,6 @@ async fn hello_refuses_who_does_not_fit() {
         ErrorCode::AbiMismatch,
         &[&format!("layout {}", ABI_VERSION + 1)],
     );
-    let mut bad = good.clone();
-    bad.lanes = vec![v1::Lane::Resident as i32];
-    let status = refused_hello(&opened, bad).await;
-    refused(
-        &status,
-        Code::FailedPrecondition,
-        ErrorCode::Unsupported,
-        &["lane resident", "available: rpc"],
-    );
     for lane in [0, 99] {
         let mut bad = good.clone();
         bad.lanes = vec![lane];
@@ -316,7 +307,7 @@ async fn attach_takes_hello_first_and_once() {
         &status,
         Code::InvalidArgument,
         ErrorCode::InvalidField,
-        &["only Heartbeat, Mapped and Leave"],
+        &["only Heartbeat, Mapped, Shared, GaveUp and Leave"],
     );
     let mut again = RawRank::join(&opened, 0, 1).await;
     again.ready().await;
@@ -960,11 +951,6 @@ fn the_client_crate_types_its_refusals() {
             ErrorCode::InvalidField,
         ),
         (
-            options("c", 0, 2).lanes([Lane::Resident]),
-            Code::FailedPrecondition,
-            ErrorCode::Unsupported,
-        ),
-        (
             options("c", 0, 2).arena_len_bytes(u64::MAX),
             Code::ResourceExhausted,
             ErrorCode::Limit,
@@ -977,11 +963,10 @@ fn the_client_crate_types_its_refusals() {
         let refused = client.join(options("c", 0, 2).backend(Backend::Cuda));
         assert!(matches!(refused, Err(JoinError::Cuda(_))), "{refused:?}");
     }
-    // A lane that is to be had is taken when the first is not.
-    let both = options("lanes", 0, 1).lanes([Lane::Resident, Lane::Rpc]);
+    let both = options("lanes", 0, 1).lanes([Lane::Rpc, Lane::Resident]);
     let joined = client.join(both).unwrap();
     assert_eq!(joined.lane(), Lane::Rpc);
-    assert!(joined.lane_reason().contains("resident"));
+    assert_eq!(joined.lane_reason(), "asked for");
 
     let other = join(daemon.socket(), "other", 0, 1);
     let foreign = other.allocate::<f32>(4).unwrap();

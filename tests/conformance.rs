@@ -9,16 +9,19 @@
 mod harness;
 
 use allreduce_client::blocking::{Client, Communicator};
-use allreduce_client::{Algorithm, AllReduceError, Dtype, Op};
+use allreduce_client::{Algorithm, AllReduceError, AllReduceOptions, Dtype, Lane, Op};
 use allreduce_contract::v1::ErrorCode;
 use harness::bits::{expected, hash, reduce_any, tensor};
 use harness::worker::Worker;
-use harness::{daemon, join, options, ranks, watchdog};
+use harness::{daemon, options, ranks, watchdog};
 use std::path::Path;
 use std::sync::OnceLock;
 
 /// Bytes read (all ranks' tensors) up to which the executor reduces on its own thread; as in its plan.
 const INLINE_MAX_BYTES: usize = 1 << 20;
+
+/// Bytes of a tensor up to which lane delegated reduces it in one shot; as in the daemon's plan.
+const ONE_SHOT_MAX_BYTES: usize = 16 << 10;
 
 #[test]
 fn worker_entry() {
@@ -70,15 +73,53 @@ fn cases(world_size: u32) -> Vec<Case> {
     cases
 }
 
+/// The lanes of backend host.
+const LANES: [Lane; 3] = Lane::ALL;
+
+/// Joins on a lane, or panics.
+fn join(socket: &Path, name: &str, lane: Lane, rank: u32, world_size: u32) -> Communicator {
+    let options = options(&format!("{name}-{lane}"), rank, world_size)
+        .lanes([lane])
+        .arena_len_bytes(8 << 20);
+    let communicator = Client::connect(socket).unwrap().join(options).unwrap();
+    assert_eq!(communicator.lane(), lane);
+    communicator
+}
+
+fn algorithm(lane: Lane, tensor_bytes: usize, world_size: u32) -> Algorithm {
+    match lane {
+        Lane::Rpc if tensor_bytes * world_size as usize > INLINE_MAX_BYTES => {
+            Algorithm::OneShotChunked
+        }
+        Lane::Delegated if tensor_bytes > ONE_SHOT_MAX_BYTES => Algorithm::TwoShot,
+        Lane::Rpc | Lane::Resident | Lane::Delegated => Algorithm::OneShot,
+    }
+}
+
 fn conform(world_size: u32, cases: &[Case], socket: &Path) {
-    let name = format!("conform-{world_size}");
     // By case: computed by the rank that needs it first.
     let answers: Vec<OnceLock<Answer>> = cases.iter().map(|_| OnceLock::new()).collect();
+    for lane in LANES {
+        conform_on(lane, world_size, cases, &answers, socket);
+    }
+}
+
+fn conform_on(
+    lane: Lane,
+    world_size: u32,
+    cases: &[Case],
+    answers: &[OnceLock<Answer>],
+    socket: &Path,
+) {
     ranks(world_size, |rank| {
-        let client = Client::connect(socket).unwrap();
-        let options = options(&name, rank, world_size).arena_len_bytes(8 << 20);
-        let communicator = client.join(options).unwrap();
-        for (seed, (case, answer)) in (0..).zip(cases.iter().zip(&answers)) {
+        let communicator = join(
+            socket,
+            &format!("conform-{world_size}"),
+            lane,
+            rank,
+            world_size,
+        );
+        for (seed, (case, answer)) in (0..).zip(cases.iter().zip(answers)) {
             let Case {
                 dtype,
                 op,
@@ -94,17 +135,12 @@ fn conform(world_size: u32, cases: &[Case], socket: &Path) {
                 reduce_any(&communicator, dtype, op, own, skip, in_place).unwrap();
             if let Some(at) = (0..sum.len()).find(|at| result[*at] != sum[*at]) {
                 panic!(
-                    "world_size {world_size} rank {rank} {case:?}: byte {at} is {:#x}, not {:#x}",
+                    "lane {lane} world_size {world_size} rank {rank} {case:?}: byte {at} is {:#x}, not {:#x}",
                     result[at], sum[at]
                 );
             }
             assert_eq!(result.len(), sum.len());
-            let bytes_read = sum.len() * world_size as usize;
-            let algorithm = if bytes_read <= INLINE_MAX_BYTES {
-                Algorithm::OneShot
-            } else {
-                Algorithm::OneShotChunked
-            };
+            let algorithm = algorithm(lane, sum.len(), world_size);
             assert_eq!(reduction.algorithm, algorithm, "{case:?}");
         }
     });
@@ -183,14 +219,17 @@ fn repeats_are_identical() {
     let _watchdog = watchdog();
     let daemon = daemon(&[]);
     let (tensors, sum) = expected(Dtype::F32, Op::Sum, 4099, 11, 4);
-    ranks(4, |rank| {
-        let communicator = join(daemon.socket(), "repeats", rank, 4);
-        for _ in 0..50 {
-            let own = &tensors[rank as usize];
-            let (result, _) = reduce_any(&communicator, Dtype::F32, Op::Sum, own, 0, true).unwrap();
-            assert!(result == sum);
-        }
-    });
+    for lane in LANES {
+        ranks(4, |rank| {
+            let communicator = join(daemon.socket(), "repeats", lane, rank, 4);
+            for _ in 0..50 {
+                let own = &tensors[rank as usize];
+                let (result, _) =
+                    reduce_any(&communicator, Dtype::F32, Op::Sum, own, 0, true).unwrap();
+                assert!(result == sum);
+            }
+        });
+    }
 }
 
 fn refused(result: Result<(Vec<u8>, allreduce_client::Reduction), AllReduceError>) {
@@ -209,8 +248,8 @@ fn refused(result: Result<(Vec<u8>, allreduce_client::Reduction), AllReduceError
 fn integer_avg_is_refused_on_every_rank() {
     let _watchdog = watchdog();
     let daemon = daemon(&[]);
-    ranks(3, |rank| {
-        let communicator: Communicator = join(daemon.socket(), "avg", rank, 3);
+    let every_rank = |lane: Lane, rank: u32| {
+        let communicator: Communicator = join(daemon.socket(), "avg", lane, rank, 3);
         for dtype in [Dtype::I32, Dtype::I64] {
             let own = tensor(dtype, 5, 1, rank);
             refused(reduce_any(&communicator, dtype, Op::Avg, &own, 0, true));
@@ -219,7 +258,10 @@ fn integer_avg_is_refused_on_every_rank() {
             assert!(result == sum);
         }
         assert_eq!(communicator.epoch(), 1);
-    });
+    };
+    for lane in LANES {
+        ranks(3, |rank| every_rank(lane, rank));
+    }
 }
 
 /// A worker's own memory is reduced as well as an allocated buffer, in and out.
@@ -227,17 +269,71 @@ fn integer_avg_is_refused_on_every_rank() {
 fn registered_memory_equals_the_reference() {
     let _watchdog = watchdog();
     let daemon = daemon(&[]);
-    let (tensors, sum) = expected(Dtype::Bf16, Op::Sum, 2048, 3, 2);
-    ranks(2, |rank| {
-        let communicator = join(daemon.socket(), "registered", rank, 2);
-        let len_bytes = std::num::NonZeroUsize::new(4096).unwrap();
-        let memory = allreduce_client::Memory::create(len_bytes).unwrap();
-        let mut buffer = communicator
-            .register::<allreduce_client::bf16>(memory)
-            .unwrap();
-        harness::bits::write(buffer.as_mut_slice(), &tensors[rank as usize]);
-        let buffer = communicator.all_reduce(buffer, Op::Sum).unwrap();
-        assert!(harness::bits::read(buffer.as_slice()) == sum);
-        assert_eq!(buffer.into_memory().unwrap().len_bytes().get(), 4096);
-    });
+    // The longer ones go piece by piece through the staging of lane delegated, one that is no multiple of its length.
+    for num_elems in [2048, 64 << 10, 555_555] {
+        let (tensors, sum) = expected(Dtype::Bf16, Op::Sum, num_elems, 3, 3);
+        let every_rank = |lane: Lane, rank: u32| {
+            let name = format!("registered-{num_elems}");
+            let communicator = join(daemon.socket(), &name, lane, rank, 3);
+            let len_bytes = std::num::NonZeroUsize::new(2 * num_elems).unwrap();
+            let memory = allreduce_client::Memory::create(len_bytes).unwrap();
+            let mut registered = communicator
+                .register::<allreduce_client::bf16>(memory)
+                .unwrap();
+            for _ in 0..3 {
+                harness::bits::write(registered.as_mut_slice(), &tensors[rank as usize]);
+                // Rank 0's tensor is in its arena.
+                if rank == 0 {
+                    let (result, _) =
+                        reduce_any(&communicator, Dtype::Bf16, Op::Sum, &tensors[0], 0, true)
+                            .unwrap();
+                    assert!(result == sum);
+                } else {
+                    registered = communicator.all_reduce(registered, Op::Sum).unwrap();
+                    assert!(harness::bits::read(registered.as_slice()) == sum);
+                }
+            }
+            let memory = registered.into_memory().unwrap();
+            assert_eq!(memory.len_bytes(), len_bytes);
+        };
+        for lane in LANES {
+            ranks(3, |rank| every_rank(lane, rank));
+        }
+    }
+}
+
+/// Each algorithm of lane delegated, whatever the plan would choose, and a refusal of those that it has not.
+#[test]
+fn algorithms_asked_for_equal_the_reference() {
+    let _watchdog = watchdog();
+    let daemon = daemon(&[]);
+    let every_rank = |rank: u32| {
+        let communicator = join(daemon.socket(), "asked", Lane::Delegated, rank, 3);
+        for num_elems in [0, 1, 15, 16, 17, 50_000, 300_001] {
+            let (tensors, sum) = expected(Dtype::F32, Op::Sum, num_elems, 8, 3);
+            for algorithm in [Algorithm::OneShot, Algorithm::TwoShot] {
+                for _ in 0..3 {
+                    let mut buffer = communicator.allocate::<f32>(num_elems).unwrap();
+                    harness::bits::write(buffer.as_mut_slice(), &tensors[rank as usize]);
+                    let options = AllReduceOptions::default().algorithm(algorithm);
+                    let (buffer, reduction) = communicator
+                        .all_reduce_with(buffer, Op::Sum, options)
+                        .unwrap();
+                    assert_eq!(reduction.algorithm, algorithm);
+                    assert!(harness::bits::read(buffer.as_slice()) == sum, "{num_elems}");
+                }
+            }
+        }
+        let buffer = communicator.allocate::<f32>(3).unwrap();
+        let options = AllReduceOptions::default().algorithm(Algorithm::OneShotChunked);
+        let error = communicator
+            .all_reduce_with(buffer, Op::Sum, options)
+            .unwrap_err();
+        let AllReduceError::Refused(refused) = &error.error else {
+            panic!("{error:?}");
+        };
+        assert_eq!(refused.kind, ErrorCode::Refused);
+        assert!(error.buffers.is_some());
+    };
+    ranks(3, every_rank);
 }

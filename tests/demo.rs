@@ -34,8 +34,8 @@ fn the_default_workload_is_verified() {
     for (key, value) in [
         ("backend", serde_json::json!("host")),
         ("world_size", 4.into()),
-        ("lane", "rpc".into()),
-        ("algorithm", "one_shot".into()),
+        ("lane", "delegated".into()),
+        ("algorithm", "two_shot".into()),
         ("dtype", "bf16".into()),
         ("bytes", 43_008.into()),
         ("schema_version", 1.into()),
@@ -151,15 +151,17 @@ fn a_workload_file_is_run() {
             "4",
             "--world-size",
             "2",
+            "--lane",
+            "rpc",
         ],
         20,
     );
     assert_eq!(json["dtype"], "bf16");
     assert_eq!(json["bytes"], 514);
     let kinds = json["kinds"].as_array().unwrap();
-    let chunked = kinds.iter().find(|kind| kind["bytes"] == 600_002).unwrap();
-    assert_eq!(chunked["algorithm"], "one_shot_chunked");
-    assert_eq!(chunked["reductions"], 4);
+    let large = kinds.iter().find(|kind| kind["bytes"] == 600_002).unwrap();
+    assert_eq!(large["algorithm"], "one_shot_chunked");
+    assert_eq!(large["reductions"], 4);
 }
 
 #[test]
@@ -170,20 +172,25 @@ fn every_shipped_decode_workload_is_verified() {
         "llama-3-70b-decode-1",
         "llama-3-70b-decode-8",
     ] {
-        let ran = demo(&[
-            "--workload",
-            name,
-            "--steps",
-            "1",
-            "--world-size",
-            "2",
-            "--json",
-        ]);
-        let json = ran.json();
-        assert_eq!(ran.status.code(), Some(0), "{name}: {json:#}");
-        assert_eq!(json["workload"], name);
-        assert_eq!(json["verified"], json["reductions"]);
-        assert!(json["reductions"].as_u64().unwrap() > 0);
+        for lane in ["delegated", "resident", "rpc"] {
+            let ran = demo(&[
+                "--workload",
+                name,
+                "--steps",
+                "1",
+                "--world-size",
+                "2",
+                "--lane",
+                lane,
+                "--json",
+            ]);
+            let json = ran.json();
+            assert_eq!(ran.status.code(), Some(0), "{name}: {json:#}");
+            assert_eq!(json["workload"], name);
+            assert_eq!(json["lane"], lane);
+            assert_eq!(json["verified"], json["reductions"]);
+            assert!(json["reductions"].as_u64().unwrap() > 0);
+        }
     }
 }
 
@@ -194,7 +201,7 @@ fn the_table_says_backend_lane_and_verdict() {
     assert_eq!(ran.status.code(), Some(0), "{}", ran.stderr);
     for words in [
         "backend        host",
-        "lane           rpc",
+        "lane           delegated (auto: ranks reduce",
         "one_shot",
         "verified 122 of 122",
         "arrival skew   rank 1",
@@ -223,7 +230,10 @@ fn bad_arguments_are_refused_with_a_reason() {
             "avg is not defined",
         ),
         (&["--lane", "warp"], "auto"),
-        (&["--lane", "resident"], "lane resident is not available"),
+        (
+            &["--lane", "delegated", "--inject-bit-flip", "1:0:0"],
+            "lane rpc only",
+        ),
         (
             &["--backend", "cuda", "--dtype", "f64"],
             if has_gpu {

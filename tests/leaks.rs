@@ -4,7 +4,7 @@
 
 mod harness;
 
-use allreduce_client::{Memory, Op};
+use allreduce_client::{Lane, Memory, Op};
 use harness::raw::{executor_pid, info};
 use harness::worker::Worker;
 use harness::{children_of, daemon, eventually, join, open_fds, reduce_one, watchdog};
@@ -76,28 +76,60 @@ fn returns_to(what: &str, pid: u32, before: Held) {
 #[test]
 fn joining_and_leaving_200_times_leaves_nothing() {
     let _watchdog = watchdog();
+    join_and_leave(Lane::Rpc);
+}
+
+/// The same with the memory that a lane shares, which two ranks map of each other.
+#[test]
+fn sharing_memory_200_times_leaves_nothing() {
+    let _watchdog = watchdog();
+    join_and_leave(Lane::Delegated);
+}
+
+/// And with a thread of the executor for each epoch.
+#[test]
+fn residing_200_times_leaves_nothing() {
+    let _watchdog = watchdog();
+    join_and_leave(Lane::Resident);
+}
+
+fn join_and_leave(lane: Lane) {
     const CYCLES: usize = 200;
     let daemon = daemon(&[]);
     let before_shm = shm();
-    let mut worker = Worker::start(daemon.socket(), "cycles", 0, 1);
-    let cycle = |worker: &mut Worker| {
-        let answer = worker.ask("join");
-        assert!(answer.starts_with("joined "), "{answer}");
-        assert_eq!(worker.ask("reduce"), "reduced");
-        assert_eq!(worker.ask("leave"), "left");
+    let world_size = if lane == Lane::Rpc { 1 } else { 2 };
+    let mut workers: Vec<Worker> = (0..world_size)
+        .map(|rank| Worker::start_on(lane, daemon.socket(), "cycles", rank, world_size))
+        .collect();
+    let mut cycle = || {
+        for (told, expected) in [
+            ("join", "joined "),
+            ("reduce", "reduced"),
+            ("leave", "left"),
+        ] {
+            for worker in &mut workers {
+                worker.tell(told);
+            }
+            for worker in &mut workers {
+                let answer = worker.answer();
+                assert!(answer.starts_with(expected), "{answer}");
+            }
+        }
+        workers[0].pid()
     };
+    let mut worker = 0;
     for _ in 0..10 {
-        cycle(&mut worker);
+        worker = cycle();
     }
     let executor = executor_pid(daemon.socket(), "cycles");
     eventually("the last window is unmapped", || {
         (held(executor).windows == 0).then_some(())
     });
-    let pids = [daemon.pid(), executor, worker.pid()];
+    let pids = [daemon.pid(), executor, worker];
     let before = pids.map(held);
     let mapped_before = pids.map(mappings);
     for _ in 0..CYCLES {
-        cycle(&mut worker);
+        cycle();
     }
     for ((name, pid), before) in ["supervisor", "executor", "worker"]
         .into_iter()

@@ -12,23 +12,26 @@
 //! ```
 
 use crate::error::{EpochEnd, Refused, connection_ended};
+use crate::host_lane::{HostLane, LaneKind, Peer};
 #[cfg(feature = "cuda")]
 use crate::{cuda, cuda_lane};
 use allreduce_contract::Backend;
 use allreduce_contract::companion::{Kind, Reply, Request, TOKEN_LEN};
 #[cfg(feature = "cuda")]
 use allreduce_contract::kernel::RING_STAGING;
+use allreduce_contract::lane::{Board, Geometry, Identity, Lane};
 use allreduce_contract::memory::{Mapping, SealedMemory};
 use allreduce_contract::transport::{dial, error_chain};
+use allreduce_contract::v1;
+#[cfg(feature = "cuda")]
+use allreduce_contract::v1::RegisterRequest;
 use allreduce_contract::v1::attach_request::Message as FromRank;
 use allreduce_contract::v1::attach_response::Message as ToRank;
 use allreduce_contract::v1::buffers_client::BuffersClient;
 use allreduce_contract::v1::communicator_client::CommunicatorClient;
-#[cfg(feature = "cuda")]
-use allreduce_contract::v1::{self, RegisterRequest};
 use allreduce_contract::v1::{
-    AttachRequest, Heartbeat, Hello, Joined, Leave, Mapped, Notice, NoticeKind, Peers, Ready,
-    RegionKind, ReleaseRequest, Shared,
+    AttachRequest, GaveUp, Heartbeat, Hello, Joined, Leave, Mapped, Notice, NoticeKind, Peers,
+    Ready, RegionKind, ReleaseRequest, Shared,
 };
 use allreduce_contract::window::Control;
 use nix::sys::socket::{
@@ -99,6 +102,8 @@ pub(crate) struct Window {
     pub(crate) lane: OnceLock<cuda_lane::Lane>,
     pub(crate) control: Control,
     pub(crate) arena: Arena,
+    /// On backend host, on a lane that shares memory.
+    pub(crate) host_lane: OnceLock<Arc<HostLane>>,
 }
 
 impl Window {
@@ -127,8 +132,11 @@ impl Window {
 }
 
 impl Window {
-    /// The executor is gone: lets go whatever waits for it on a GPU. Blocks until that is done.
+    /// The executor is gone: lets go whatever waits for it in shared memory or on a GPU. Blocks until that is done.
     fn let_go(&self) {
+        if let Some(lane) = self.host_lane.get() {
+            lane.executor_lost();
+        }
         match &self.arena {
             Arena::Host(_) => {}
             #[cfg(feature = "cuda")]
@@ -179,6 +187,8 @@ impl From<String> for Unmapped {
 pub(crate) enum Errand {
     /// Give a buffer back.
     Release(u64),
+    /// Tell the executor that a reduction could not be finished.
+    GaveUp(GaveUp),
     /// Say when everything asked before is done.
     Flush(oneshot::Sender<()>),
     /// Leave, then end.
@@ -300,6 +310,19 @@ fn lost(error: impl std::fmt::Display) -> Over {
 }
 
 impl Member<'_> {
+    /// Maps what ranks share on backend host.
+    async fn share(&self, rank: u32, window: &Arc<Window>, peers: Peers) -> Result<(), String> {
+        let at = self.at.clone();
+        let joined = window.joined.clone();
+        // The companion socket is blocking.
+        let mapping =
+            tokio::task::spawn_blocking(move || map_host_lane(&at, rank, &joined, &peers));
+        let lane = mapping.await.map_err(|error| error.to_string())??;
+        // Peers comes once.
+        let _ = window.host_lane.set(Arc::new(lane));
+        Ok(())
+    }
+
     async fn run(
         &self,
         hello: Hello,
@@ -396,9 +419,21 @@ impl Member<'_> {
                             let Some(window) = &window else {
                                 return lost("Peers came before Joined");
                             };
-                            let lane =
-                                open_lane(self.at.clone(), buffers.clone(), rank, Arc::clone(window), context.clone(), peers);
-                            opening.spawn(lane);
+                            if let Some(context) = &context {
+                                let lane = open_lane(
+                                    self.at.clone(),
+                                    buffers.clone(),
+                                    rank,
+                                    Arc::clone(window),
+                                    context.clone(),
+                                    peers,
+                                );
+                                opening.spawn(lane);
+                            } else {
+                                let shared = self.share(rank, window, peers).await;
+                                let error = shared.err().unwrap_or_default();
+                                send(FromRank::Shared(Shared { error }));
+                            }
                         }
                         Some(ToRank::Notice(notice)) => match notice.kind() {
                             NoticeKind::Abort => {
@@ -447,6 +482,9 @@ impl Member<'_> {
                             let _ = buffers.release(ReleaseRequest { session, buffer_id }).await;
                         });
                     }
+                    Some(Errand::GaveUp(gave_up)) => {
+                        send(FromRank::GaveUp(gave_up));
+                    }
                     Some(Errand::Flush(done)) => {
                         let mut earlier = std::mem::take(&mut releases);
                         releases.spawn(async move {
@@ -479,10 +517,9 @@ async fn open_lane(
     buffers: BuffersClient<Channel>,
     rank: u32,
     window: Arc<Window>,
-    context: Option<GpuContext>,
+    context: GpuContext,
     peers: Peers,
 ) -> Result<(), String> {
-    let context = context.ok_or("the lane is of backend cuda, which this rank has not joined")?;
     if peers.lane() == v1::Lane::Resident {
         let (own, communicator) = (Arc::clone(&context), at.communicator.clone());
         let staging = cuda::on_helper_thread(move || cuda_lane::staging(&own, &communicator, rank));
@@ -508,7 +545,15 @@ async fn open_lane(
             })
             .ok_or("Peers names no kernels")?;
         let session = window.joined.session;
-        let image = fetch(&at, (session, rank), Kind::Kernels, kernels.len_bytes)?;
+        let request = Request {
+            kind: Kind::Kernels,
+            token: at.token,
+            session,
+            rank,
+            peer: rank,
+            len_bytes: 0,
+        };
+        let image = fetch_region(&at, &request, kernels.len_bytes)?;
         let image = image.read().map_err(|error| error.to_string())?;
         let opener = cuda_lane::Opener {
             communicator: &at.communicator,
@@ -531,36 +576,13 @@ async fn open_lane(
     _buffers: BuffersClient<Channel>,
     _rank: u32,
     _window: Arc<Window>,
-    _context: Option<GpuContext>,
+    _context: GpuContext,
     peers: Peers,
 ) -> Result<(), String> {
     Err(format!(
         "this client has no lane {}",
         peers.lane().as_str_name()
     ))
-}
-
-/// Asks the companion socket for a memory of this rank's.
-fn fetch(
-    at: &ExecutorAt,
-    (session, rank): (u64, u32),
-    kind: Kind,
-    announced: u64,
-) -> Result<SealedMemory, String> {
-    let request = Request {
-        kind,
-        token: at.token,
-        session,
-        rank,
-        len_bytes: 0,
-    };
-    match exchange(&at.companion, &request, None)? {
-        (Reply::Region { len_bytes }, Some(fd)) if len_bytes == announced => {
-            SealedMemory::adopt(fd, announced).map_err(|error| error.to_string())
-        }
-        (Reply::Refused(refusal), _) => Err(refusal.to_string()),
-        (reply, _) => Err(format!("unexpected reply {reply:?}")),
-    }
 }
 
 fn refused_or_lost(status: &tonic::Status) -> Over {
@@ -593,7 +615,15 @@ fn map_window(
             .find(|found| found.kind() == region)
             .map(|found| found.len_bytes)
             .ok_or_else(|| format!("Joined names no region {region:?}"))?;
-        fetch(at, (joined.session, rank), kind, announced)
+        let request = Request {
+            kind,
+            token: at.token,
+            session: joined.session,
+            rank,
+            peer: rank,
+            len_bytes: 0,
+        };
+        fetch_region(at, &request, announced)
     };
     let control = of_window(Kind::Control, RegionKind::Control)?;
     let control = Control::open(&control).map_err(|error| error.to_string())?;
@@ -611,7 +641,102 @@ fn map_window(
         lane: OnceLock::new(),
         control,
         arena,
+        host_lane: OnceLock::new(),
     })
+}
+
+/// Fetches a region of `announced` bytes.
+fn fetch_region(
+    at: &ExecutorAt,
+    request: &Request,
+    announced: u64,
+) -> Result<SealedMemory, String> {
+    match exchange(&at.companion, request, None)? {
+        (Reply::Region { len_bytes }, Some(fd)) if len_bytes == announced => {
+            SealedMemory::adopt(fd, announced).map_err(|error| error.to_string())
+        }
+        (Reply::Refused(refusal), _) => Err(refusal.to_string()),
+        (reply, _) => Err(format!("unexpected reply {reply:?}")),
+    }
+}
+
+/// Maps the board, the own lane, and the lanes and arenas of the peers.
+fn map_host_lane(
+    at: &ExecutorAt,
+    rank: u32,
+    joined: &Joined,
+    peers: &Peers,
+) -> Result<HostLane, String> {
+    let host = peers
+        .host
+        .as_ref()
+        .ok_or("Peers does not say how the lane works")?;
+    let geometry = Geometry {
+        one_shot_max_bytes: host.one_shot_max_bytes,
+        block_len_bytes: host.block_len_bytes,
+        stage_len_bytes: host.stage_len_bytes,
+        spin: Duration::from_nanos(host.spin_ns),
+        yielding: Duration::from_nanos(host.yield_ns),
+    };
+    let stage_len_bytes = usize::try_from(host.stage_len_bytes)
+        .ok()
+        .filter(|_| geometry.is_legal())
+        .ok_or_else(|| format!("Peers names lengths that no lane has: {geometry:?}"))?;
+    let world_size = u32::try_from(peers.peers.len()).unwrap_or(u32::MAX);
+    let fetch = |kind: Kind, peer: u32, announced: u64| {
+        let request = Request {
+            kind,
+            token: at.token,
+            session: joined.session,
+            rank,
+            peer,
+            len_bytes: 0,
+        };
+        fetch_region(at, &request, announced)
+    };
+    let text = |error: allreduce_contract::lane::BadLane| error.to_string();
+    let board = fetch(Kind::Board, rank, host.board_len_bytes)?;
+    let board = Board::open(&board, world_size, joined.epoch).map_err(text)?;
+    let mut own = None;
+    let mut mapped = Vec::new();
+    for (peer, shared) in (0..world_size).zip(&peers.peers) {
+        let announced = |kind: RegionKind| {
+            let region = shared.regions.iter().find(|found| found.kind() == kind);
+            region
+                .map(|region| region.len_bytes)
+                .ok_or_else(|| format!("Peers names no region {kind:?} of rank {peer}"))
+        };
+        let identity = Identity {
+            rank: peer,
+            world_size,
+            epoch: joined.epoch,
+        };
+        let lane = fetch(Kind::Lane, peer, announced(RegionKind::Lane)?)?;
+        if peer == rank {
+            own = Some(Lane::open(&lane, identity, stage_len_bytes).map_err(text)?);
+            mapped.push(None);
+        } else {
+            let arena = fetch(Kind::Arena, peer, announced(RegionKind::Arena)?)?;
+            mapped.push(Some(Peer::open(&lane, &arena, identity, stage_len_bytes)?));
+        }
+    }
+    let own = own.ok_or("Peers does not name this rank")?;
+    let lane = match peers.lane() {
+        v1::Lane::Delegated => LaneKind::Delegated,
+        v1::Lane::Resident => LaneKind::Resident,
+        other @ (v1::Lane::Rpc | v1::Lane::Unspecified) => {
+            return Err(format!("Peers names lane {}", other.as_str_name()));
+        }
+    };
+    Ok(HostLane::new(
+        lane,
+        rank,
+        geometry,
+        stage_len_bytes,
+        board,
+        own,
+        mapped,
+    ))
 }
 
 /// One exchange on the companion socket, at most [`COMPANION_TIMEOUT_S`] for each direction.

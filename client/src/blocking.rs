@@ -1,8 +1,8 @@
 //! The same client for code without a runtime.
 //!
-//! Each value owns a current-thread runtime, driven only inside its calls, on the calling thread: no
-//! other thread is woken for a reduction, which is what makes it the fastest front. Do not call it from
-//! async code.
+//! Each value owns a current-thread runtime, driven only inside its calls, on the calling thread, and lanes that share
+//! memory run on that too: no other thread of this process is woken for a reduction, which is what makes it the fastest
+//! front. Do not call it from async code.
 
 use crate::buffer::{Buffer, Element, Memory};
 use crate::client::JoinOptions;
@@ -141,8 +141,8 @@ impl Communicator {
         buffer: Buffer<T>,
         op: Op,
     ) -> Result<Buffer<T>, Box<Failed<Buffer<T>>>> {
-        self.runtime
-            .block_on(self.communicator.all_reduce(buffer, op))
+        self.all_reduce_with(buffer, op, AllReduceOptions::default())
+            .map(|(buffer, _)| buffer)
     }
 
     /// See [`crate::Communicator::all_reduce_with`].
@@ -155,8 +155,8 @@ impl Communicator {
         op: Op,
         options: AllReduceOptions,
     ) -> Outcome<Buffer<T>> {
-        self.runtime
-            .block_on(self.communicator.all_reduce_with(buffer, op, options))
+        self.communicator
+            .all_reduce_with_here(&self.runtime, buffer, op, options)
     }
 
     /// See [`crate::Communicator::all_reduce_into`].
@@ -170,8 +170,8 @@ impl Communicator {
         op: Op,
         options: AllReduceOptions,
     ) -> Outcome<(Buffer<T>, Buffer<T>)> {
-        self.runtime
-            .block_on(self.communicator.all_reduce_into(src, dst, op, options))
+        self.communicator
+            .all_reduce_into_here(&self.runtime, src, dst, op, options)
     }
 
     /// See [`crate::Communicator::wait_settled`].

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)] // room: shared memory
 
 use crate::attach::Errand;
+use crate::host_lane::Tensor;
 use allreduce_contract::Dtype;
 use allreduce_contract::memory::{Mapping, MemoryError, SealedMemory};
 use std::fmt;
@@ -80,7 +81,7 @@ pub struct Buffer<T: Element> {
     memory: Option<Memory>,
     errands: mpsc::UnboundedSender<Errand>,
     // Keeps `start` mapped.
-    _mapping: Arc<Mapping>,
+    mapping: Arc<Mapping>,
     _elements: PhantomData<T>,
 }
 
@@ -114,9 +115,23 @@ impl<T: Element> Buffer<T> {
             num_elems,
             memory,
             errands,
-            _mapping: mapping,
+            mapping,
             _elements: PhantomData,
         })
+    }
+
+    /// Where element `start` is.
+    pub(crate) fn tensor(&self, start: usize) -> Tensor {
+        let offset_bytes = start.min(self.num_elems) * size_of::<T>();
+        // SAFETY: at most the end of the buffer, whose elements are mapped as long as self.
+        let at = unsafe { self.start.add(offset_bytes) };
+        let in_mapping = at.addr().get() - self.mapping.start().addr().get();
+        Tensor {
+            start: at,
+            in_arena: self.memory.is_none().then_some(in_mapping as u64),
+            buffer_id: self.id,
+            in_buffer: offset_bytes as u64,
+        }
     }
 
     pub(crate) fn id(&self) -> u64 {

@@ -6,8 +6,10 @@
 use crate::attach::{Arena, Attachment, Errand, ExecutorAt, Membership, Over, Window, exchange};
 use crate::buffer::{Buffer, Element, Memory};
 use crate::error::{AllReduceError, BufferError, Failed, Refused, StillRunning, connection_ended};
+use crate::host_lane::{self, LaneFront};
 use crate::sequence::{Sequences, Ticket};
 use allreduce_contract::companion::{Kind, Reply, Request};
+use allreduce_contract::lane::Signature;
 use allreduce_contract::memory::Mapping;
 use allreduce_contract::v1::buffers_client::BuffersClient;
 use allreduce_contract::v1::collectives_client::CollectivesClient;
@@ -21,6 +23,7 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{JoinError, JoinHandle};
 use tonic::transport::Channel;
@@ -74,13 +77,13 @@ impl AllReduceOptions {
     }
 }
 
-/// What the executor says about a reduction it did.
+/// What is known about a reduction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reduction {
     /// What reduced.
     pub algorithm: Algorithm,
-    /// Time it spent reducing. This and what follows are 0 where ranks launch themselves on a GPU (lane `delegated`
-    /// of backend cuda): no clock of a host sees it.
+    /// Time spent reducing: the executor's; on lane delegated this rank's, with its waits for peers in between. This and
+    /// what follows are 0 where ranks launch themselves on a GPU: no clock of a host sees it.
     pub reduce_time: Duration,
     /// Time between the first and the last rank's call.
     pub skew: Duration,
@@ -97,7 +100,8 @@ pub type Outcome<B> = Result<(B, Reduction), Box<Failed<B>>>;
 /// One rank's membership of one epoch of a communicator. Dropping it leaves.
 ///
 /// All ranks must make the same calls in the same order. Calls may overlap (up to the daemon's
-/// `max_in_flight`); the order is that of their first poll.
+/// `max_in_flight`); the order is that of their first poll. On a lane that shares memory they run one after the other, each
+/// on a thread of the runtime that may block.
 #[derive(Debug)]
 pub struct Communicator {
     rank: u32,
@@ -111,6 +115,8 @@ pub struct Communicator {
     pub(crate) buffers: BuffersClient<Channel>,
     pub(crate) window: Arc<Window>,
     pub(crate) sequences: Arc<Sequences>,
+    /// Where this rank reduces itself.
+    host_lane: Option<LaneFront>,
     /// None on backend host. Dropped before `attachment`, which leaves: the executor's memory outlives
     /// this side's.
     #[cfg(feature = "cuda")]
@@ -138,6 +144,15 @@ impl Communicator {
             collectives: CollectivesClient::new(channel.clone()),
             buffers: BuffersClient::new(channel),
             sequences: Sequences::new(window.joined.max_in_flight),
+            host_lane: window.host_lane.get().map(|lane| {
+                LaneFront::new(
+                    Arc::clone(lane),
+                    window.joined.max_in_flight,
+                    window.joined.epoch,
+                    attachment.errands.clone(),
+                    attachment.membership.clone(),
+                )
+            }),
             #[cfg(feature = "cuda")]
             gpu: crate::cuda::GpuState::new(&window),
             window,
@@ -278,6 +293,7 @@ impl Communicator {
             token: self.at.token,
             session,
             rank: self.rank,
+            peer: self.rank,
             len_bytes: memory_len_bytes as u64,
         };
         let companion = self.at.companion.clone();
@@ -327,6 +343,9 @@ impl Communicator {
 
     /// Reduces a buffer over all ranks, in place.
     ///
+    /// On lane delegated of backend host this rank reduces itself, in shared memory; on lane resident a thread of the executor
+    /// does; on lane rpc the executor does, after a round trip.
+    ///
     /// If the future is dropped, the call goes on (the other ranks count on it), and the buffer is
     /// released when it is done.
     ///
@@ -352,10 +371,77 @@ impl Communicator {
         op: Op,
         options: AllReduceOptions,
     ) -> Outcome<Buffer<T>> {
+        if let Some(lane) = &self.host_lane {
+            let request = self.lane_request(&buffer, &buffer, op, &options);
+            return lane.run(buffer, request).await;
+        }
         let id = buffer.id();
         let (owned, num_elems) = (self.owns(&buffer), buffer.len());
         let request = self.request::<T>(owned, [id, id], num_elems, op, &options);
         self.run(buffer, request, &options).await
+    }
+
+    /// [`Self::all_reduce_with`] on the calling thread.
+    pub(crate) fn all_reduce_with_here<T: Element>(
+        &self,
+        runtime: &Runtime,
+        buffer: Buffer<T>,
+        op: Op,
+        options: AllReduceOptions,
+    ) -> Outcome<Buffer<T>> {
+        match &self.host_lane {
+            Some(lane) => {
+                let request = self.lane_request(&buffer, &buffer, op, &options);
+                lane.run_here(buffer, request, runtime)
+            }
+            None => runtime.block_on(self.all_reduce_with(buffer, op, options)),
+        }
+    }
+
+    /// [`Self::all_reduce_into`] on the calling thread.
+    pub(crate) fn all_reduce_into_here<T: Element>(
+        &self,
+        runtime: &Runtime,
+        src: Buffer<T>,
+        dst: Buffer<T>,
+        op: Op,
+        options: AllReduceOptions,
+    ) -> Outcome<(Buffer<T>, Buffer<T>)> {
+        match &self.host_lane {
+            Some(lane) => {
+                let request = self.lane_request(&src, &dst, op, &options);
+                lane.run_here((src, dst), request, runtime)
+            }
+            None => runtime.block_on(self.all_reduce_into(src, dst, op, options)),
+        }
+    }
+
+    /// A reduction that this rank runs itself.
+    fn lane_request<T: Element>(
+        &self,
+        src: &Buffer<T>,
+        dst: &Buffer<T>,
+        op: Op,
+        options: &AllReduceOptions,
+    ) -> Result<host_lane::Request, AllReduceError> {
+        self.check_membership()?;
+        if !(self.owns(src) && self.owns(dst)) {
+            return Err(AllReduceError::ForeignBuffer);
+        }
+        let Range { start, end } = range_of(src.len().min(dst.len()), options)?;
+        same_len(src, dst)?;
+        Ok(host_lane::Request {
+            signature: Signature {
+                num_elems: (end - start) as u64,
+                dtype: T::DTYPE,
+                op,
+                algorithm: options.algorithm,
+            },
+            src: src.tensor(start),
+            dst: dst.tensor(start),
+            // As on the wire.
+            timeout: self.timeout(options).max(Duration::from_millis(1)),
+        })
     }
 
     /// Reduces `src` over all ranks into `dst`, which must have as many elements.
@@ -369,16 +455,15 @@ impl Communicator {
         op: Op,
         options: AllReduceOptions,
     ) -> Outcome<(Buffer<T>, Buffer<T>)> {
+        if let Some(lane) = &self.host_lane {
+            let request = self.lane_request(&src, &dst, op, &options);
+            return lane.run((src, dst), request).await;
+        }
         let num_elems = src.len().min(dst.len());
         let owned = self.owns(&src) && self.owns(&dst);
-        let mut request = self.request::<T>(owned, [src.id(), dst.id()], num_elems, op, &options);
-        if src.len() != dst.len() && request.is_ok() {
-            request = Err(AllReduceError::OutOfRange {
-                start: 0,
-                end: src.len(),
-                num_elems: dst.len(),
-            });
-        }
+        let request = self
+            .request::<T>(owned, [src.id(), dst.id()], num_elems, op, &options)
+            .and_then(|request| same_len(&src, &dst).map(|()| request));
         self.run((src, dst), request, &options).await
     }
 
@@ -393,14 +478,7 @@ impl Communicator {
         if !owned {
             return Err(AllReduceError::ForeignBuffer);
         }
-        let Range { start, end } = options.range.clone().unwrap_or(0..num_elems);
-        if start > end || end > num_elems {
-            return Err(AllReduceError::OutOfRange {
-                start,
-                end,
-                num_elems,
-            });
-        }
+        let Range { start, end } = range_of(num_elems, options)?;
         let range = |buffer_id| {
             Some(BufferRange {
                 buffer_id,
@@ -467,6 +545,10 @@ impl Communicator {
             (Some(abort), Err(over)) if abort.reason == AbortReason::Host => Err(over),
             (Some(abort), _) => Err(AllReduceError::Device(abort)),
             (None, membership) => membership,
+        }?;
+        match &self.host_lane {
+            Some(lane) => lane.check(),
+            None => Ok(()),
         }
     }
 
@@ -544,6 +626,11 @@ impl Communicator {
     /// # Errors
     /// [`StillRunning`] after `timeout`.
     pub fn wait_settled(&self, timeout: Duration) -> Result<(), StillRunning> {
+        if let Some(lane) = &self.host_lane
+            && !lane.wait_settled(timeout)
+        {
+            return Err(StillRunning(timeout));
+        }
         let last = self.sequences.last();
         match self.window.control.wait_settled(last, timeout) {
             Settled::Done | Settled::Ended => Ok(()),
@@ -604,7 +691,7 @@ impl Communicator {
 }
 
 impl Over {
-    fn to_error(&self) -> AllReduceError {
+    pub(crate) fn to_error(&self) -> AllReduceError {
         match self {
             Over::Refused(refused) => AllReduceError::from_refused(refused.clone()),
             Over::Ended(end) => AllReduceError::EpochEnded(end.clone()),
@@ -618,8 +705,32 @@ impl Over {
     }
 }
 
+/// The elements that are meant, if the buffer has them.
+fn range_of(num_elems: usize, options: &AllReduceOptions) -> Result<Range<usize>, AllReduceError> {
+    let Range { start, end } = options.range.clone().unwrap_or(0..num_elems);
+    if start > end || end > num_elems {
+        return Err(AllReduceError::OutOfRange {
+            start,
+            end,
+            num_elems,
+        });
+    }
+    Ok(start..end)
+}
+
+fn same_len<T: Element>(src: &Buffer<T>, dst: &Buffer<T>) -> Result<(), AllReduceError> {
+    match src.len() == dst.len() {
+        true => Ok(()),
+        false => Err(AllReduceError::OutOfRange {
+            start: 0,
+            end: src.len(),
+            num_elems: dst.len(),
+        }),
+    }
+}
+
 /// Waits until no call can be made any more, and says why.
-async fn over(membership: &mut watch::Receiver<Membership>) -> AllReduceError {
+pub(crate) async fn over(membership: &mut watch::Receiver<Membership>) -> AllReduceError {
     let state = membership
         .wait_for(|state| matches!(state, Membership::Over(_)))
         .await;

@@ -389,7 +389,8 @@ pub(crate) fn connection_ended(refused: &Refused) -> String {
 pub struct Failed<B> {
     /// What went wrong.
     pub error: AllReduceError,
-    /// The buffers, unchanged; none after [`AllReduceError::ExecutorLost`] of a call that was sent, since the
+    /// The buffers: unchanged, but for the destination of a reduction that lane delegated had begun when the epoch ended;
+    /// none after [`AllReduceError::ExecutorLost`] of a call that was sent, since the
     /// executor may still work on them.
     pub buffers: Option<B>,
 }

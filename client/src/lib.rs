@@ -41,6 +41,7 @@ pub mod cuda;
 #[cfg(feature = "cuda")]
 mod cuda_lane;
 mod error;
+mod host_lane;
 mod sequence;
 
 pub use allreduce_contract::memory::MemoryError;

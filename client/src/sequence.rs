@@ -94,12 +94,23 @@ impl Sequences {
     fn set_answered(&self, sequence: u64) {
         let mut guard = self.state();
         let state = &mut *guard;
-        state.beyond.insert(sequence);
-        while state.beyond.remove(&(state.floor + 1)) {
+        // In order, as they mostly are, without the set.
+        if sequence == state.floor + 1 {
+            state.floor = sequence;
+        } else {
+            state.beyond.insert(sequence);
+        }
+        while !state.beyond.is_empty() && state.beyond.remove(&(state.floor + 1)) {
             state.floor += 1;
         }
         drop(guard);
         self.answered.notify_waiters();
+    }
+
+    /// The next number, if it can be had at once and nobody waits for one.
+    pub(crate) fn take_now(self: &Arc<Self>) -> Option<Ticket> {
+        let _turn = self.turn.try_lock().ok()?;
+        self.try_take()
     }
 
     /// The next number, once the executor takes it. Nothing is awaited after it is taken, so that a dropped

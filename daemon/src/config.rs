@@ -6,6 +6,7 @@
 //! lines), then layered.
 
 use allreduce_contract::default_socket;
+use allreduce_contract::lane::{MAX_STAGE_LEN_BYTES, MIN_STAGE_LEN_BYTES};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -140,8 +141,13 @@ pub struct Host {
     pub arena_len_bytes: u64,
     /// Longest arena a rank may ask for.
     pub max_arena_len_bytes: u64,
-    /// Threads that share a large reduction; 0 takes the number of processors, at most 8.
+    /// Threads that share a large reduction of lane rpc; 0 takes the number of processors, at most 8.
     pub reduce_threads: u32,
+    /// Lanes delegated and resident: how long a wait looks before it sleeps. It lets others run meanwhile; where there are
+    /// as many processors as ranks, not in the first microsecond.
+    pub lane_spin_us: u32,
+    /// Lanes delegated and resident: bytes of each half of a rank's staging; a multiple of 4096.
+    pub lane_stage_bytes: u64,
 }
 
 impl Default for Host {
@@ -150,6 +156,8 @@ impl Default for Host {
             arena_len_bytes: 64 << 20,
             max_arena_len_bytes: 16 << 30,
             reduce_threads: 0,
+            lane_spin_us: 100,
+            lane_stage_bytes: 256 << 10,
         }
     }
 }
@@ -471,6 +479,16 @@ impl Config {
             refuse(
                 "host.reduce_threads",
                 format!("{} is above 256", self.host.reduce_threads),
+            );
+        }
+        let stage_bytes = self.host.lane_stage_bytes;
+        let is_legal = (MIN_STAGE_LEN_BYTES..=MAX_STAGE_LEN_BYTES).contains(&stage_bytes);
+        if !is_legal || !stage_bytes.is_multiple_of(4096) {
+            refuse(
+                "host.lane_stage_bytes",
+                format!(
+                    "{stage_bytes} is not a multiple of 4096 in {MIN_STAGE_LEN_BYTES}..={MAX_STAGE_LEN_BYTES}"
+                ),
             );
         }
         if let Err(reason) = self.listen.parsed_mode() {

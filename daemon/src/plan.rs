@@ -6,10 +6,13 @@
 //! the communicator (each reduction) and the executor (the lane, at join). Refuses to look at a
 //! machine: what it needs to know comes in [`PlanRequest`].
 
+use crate::config::Host;
 use allreduce_contract::kernel::{
     self, Instance, MAX_BLOCKS, MAX_PACKS, MAX_RING_BLOCKS, PACK_BYTES,
 };
+use allreduce_contract::lane::{Geometry, NotDelegated, NotResident, resident_algorithm};
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, WorldSize};
+use std::time::Duration;
 
 /// What is to be reduced, and with what.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,6 +35,8 @@ pub(crate) struct PlanRequest {
     pub in_place: bool,
     /// Threads that may share one reduction, at least 1.
     pub max_threads: usize,
+    /// How ranks reduce in shared memory.
+    pub geometry: Geometry,
     /// What the GPUs can take; known once they were tested.
     pub gpus: Option<GpuLimits>,
 }
@@ -146,6 +151,17 @@ pub(crate) enum Refusal {
         /// The backend in use.
         backend: Backend,
     },
+    /// Lane rpc has one_shot and one_shot_chunked.
+    #[error(
+        "algorithm {0} is one of lane delegated: lane rpc reduces by one_shot and one_shot_chunked"
+    )]
+    OnlyDelegated(Algorithm),
+    /// Lane delegated has others.
+    #[error(transparent)]
+    NotDelegated(#[from] NotDelegated),
+    /// Lane resident has others.
+    #[error(transparent)]
+    NotResident(#[from] NotResident),
     /// One block for each rank is already too much.
     #[error(
         "the GPU holds {resident_blocks} blocks at once, and {ranks} ranks share it: use fewer ranks on a GPU"
@@ -159,16 +175,6 @@ pub(crate) enum Refusal {
     /// Nothing is known of the GPUs yet.
     #[error("the GPUs of the communicator have not been tested yet")]
     NotTested,
-    /// The backend has no such lane.
-    #[error("lane {lane} is not available on backend {backend}; available: {available}")]
-    NoSuchLane {
-        /// The lane asked for.
-        lane: Lane,
-        /// The backend in use.
-        backend: Backend,
-        /// The lanes there are.
-        available: &'static str,
-    },
     /// Kernels of several processes on one GPU, which wait for each other, would take turns.
     #[error(
         "lane {lane} needs MPS: kernels of several processes on one GPU, which wait for each other, would take turns; start nvidia-cuda-mps-control -d as the user of daemon and workers, with one CUDA_MPS_PIPE_DIRECTORY for all, then restart them"
@@ -184,7 +190,7 @@ pub(crate) enum Refusal {
     NoResident,
     /// The kernel that stays has another algorithm.
     #[error("the kernel that stays has no {algorithm}, only one_shot_pull_inband")]
-    NotResident {
+    NotStaying {
         /// The one asked for.
         algorithm: Algorithm,
     },
@@ -223,7 +229,6 @@ pub(crate) fn plan(request: PlanRequest) -> Result<Plan, Refusal> {
         algorithm,
         ..
     } = request;
-    check_lane(backend, lane)?;
     check_op(dtype, op)?;
     let len_bytes = num_elems
         .checked_mul(dtype.size_bytes() as u64)
@@ -232,12 +237,24 @@ pub(crate) fn plan(request: PlanRequest) -> Result<Plan, Refusal> {
         return Err(Refusal::NoSuchAlgorithm { algorithm, backend });
     }
     match backend {
-        Backend::Host => Ok(plan_host(&request, len_bytes)),
+        Backend::Host => match lane {
+            Lane::Rpc => plan_host(&request, len_bytes),
+            Lane::Resident => Ok(Plan {
+                algorithm: resident_algorithm(algorithm)?,
+                // The executor's thread for this lane.
+                shape: Shape::Host { threads: 1 },
+            }),
+            Lane::Delegated => Ok(Plan {
+                algorithm: request.geometry.algorithm(len_bytes, algorithm)?,
+                // Each rank's own.
+                shape: Shape::Host { threads: 1 },
+            }),
+        },
         Backend::Cuda => plan_cuda(&request, len_bytes),
     }
 }
 
-fn plan_host(request: &PlanRequest, len_bytes: u64) -> Plan {
+fn plan_host(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
     let bytes_read = len_bytes.saturating_mul(u64::from(request.world_size.get()));
     let algorithm = request.algorithm.unwrap_or({
         if bytes_read <= INLINE_MAX_BYTES {
@@ -249,6 +266,7 @@ fn plan_host(request: &PlanRequest, len_bytes: u64) -> Plan {
     let worth = usize::try_from(bytes_read / BYTES_PER_THREAD).unwrap_or(usize::MAX);
     let threads = match algorithm {
         Algorithm::OneShotChunked => worth.clamp(1, request.max_threads.max(1)),
+        Algorithm::TwoShot => return Err(Refusal::OnlyDelegated(algorithm)),
         // Those of the other backend were refused.
         Algorithm::OneShot
         | Algorithm::OneShotPush
@@ -258,9 +276,42 @@ fn plan_host(request: &PlanRequest, len_bytes: u64) -> Plan {
         | Algorithm::TwoShotPull
         | Algorithm::TwoShotPullInband => 1,
     };
-    Plan {
+    Ok(Plan {
         algorithm,
         shape: Shape::Host { threads },
+    })
+}
+
+/// How long a wait spins without letting others run: the time of an exchange of flags, and not more, since two ranks on one
+/// processor pay it at each wait.
+const LONGEST_SPIN: Duration = Duration::from_micros(1);
+
+/// How ranks reduce in shared memory themselves. As measured (docs/benchmarks.md, "host lanes").
+pub(crate) fn lane_geometry(
+    lane: Lane,
+    world_size: WorldSize,
+    processors: usize,
+    host: &Host,
+) -> Geometry {
+    let parties = match lane {
+        Lane::Rpc | Lane::Delegated => world_size.as_usize(),
+        // The executor's thread too.
+        Lane::Resident => world_size.as_usize() + 1,
+    };
+    let budget = Duration::from_micros(u64::from(host.lane_spin_us));
+    // Who spins may keep the processor from the very rank that it waits for, and does with more of them than
+    // processors; with enough, the scheduler may still have put two on one, beside others' work.
+    let spin = match parties <= processors {
+        true => budget.min(LONGEST_SPIN),
+        false => Duration::ZERO,
+    };
+    let yielding = budget.saturating_sub(spin);
+    Geometry {
+        one_shot_max_bytes: host.lane_stage_bytes.min(16 << 10),
+        block_len_bytes: 512 << 10,
+        stage_len_bytes: host.lane_stage_bytes,
+        spin,
+        yielding,
     }
 }
 
@@ -311,7 +362,10 @@ fn plan_cuda(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
         Algorithm::TwoShotPull if in_place || !is_direct => limits.staging_part_bytes,
         Algorithm::TwoShotPull => limits.staging_part_bytes * ranks_u64,
         // Host algorithms were refused.
-        Algorithm::OneShotPull | Algorithm::OneShot | Algorithm::OneShotChunked => u64::MAX,
+        Algorithm::OneShotPull
+        | Algorithm::OneShot
+        | Algorithm::OneShotChunked
+        | Algorithm::TwoShot => u64::MAX,
     };
     let launch_packs =
         (launch_bytes / PACK_BYTES).clamp(ranks_u64, MAX_PACKS) / ranks_u64 * ranks_u64;
@@ -332,7 +386,7 @@ fn plan_cuda(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
 fn plan_resident(request: &PlanRequest, limits: &GpuLimits) -> Result<Plan, Refusal> {
     let only = Algorithm::OneShotPullInband;
     if let Some(algorithm) = request.algorithm.filter(|asked| *asked != only) {
-        return Err(Refusal::NotResident { algorithm });
+        return Err(Refusal::NotStaying { algorithm });
     }
     let ResidentBlocks {
         blocks,
@@ -406,22 +460,8 @@ fn cuda_shape(instance: Instance, most_blocks: u32, packs: u64) -> (u32, u32) {
     )
 }
 
-/// Whether a backend has a lane at all; whether these ranks can have it, [`choose_lane`] finds out.
-fn check_lane(backend: Backend, lane: Lane) -> Result<(), Refusal> {
-    match (backend, lane) {
-        (Backend::Host, Lane::Rpc)
-        | (Backend::Cuda, Lane::Rpc | Lane::Delegated | Lane::Resident) => Ok(()),
-        (Backend::Host, Lane::Resident | Lane::Delegated) => Err(Refusal::NoSuchLane {
-            lane,
-            backend,
-            available: "rpc",
-        }),
-    }
-}
-
 /// Whether these ranks can have a lane of their backend.
-fn check_lane_here(backend: Backend, lane: Lane, gpus: Option<&GpuLimits>) -> Result<(), Refusal> {
-    check_lane(backend, lane)?;
+fn check_lane(backend: Backend, lane: Lane, gpus: Option<&GpuLimits>) -> Result<(), Refusal> {
     match (backend, lane, gpus) {
         // The ranks' kernels wait for each other; and the ranks' for the executor's.
         (Backend::Cuda, Lane::Delegated, Some(limits))
@@ -457,20 +497,19 @@ pub(crate) struct LaneChoice {
     pub reason: String,
 }
 
-/// Whether a rank that can use `wanted` (best first; empty leaves it open) is worth waiting for others with.
-///
-/// # Errors
-/// [`Refusal::NoSuchLane`] for the first wanted lane, if the backend has none of them.
-pub(crate) fn check_wanted_lanes(backend: Backend, wanted: &[Lane]) -> Result<(), Refusal> {
-    let has_any = wanted.iter().any(|lane| check_lane(backend, *lane).is_ok());
-    match wanted.first() {
-        Some(first) if !has_any => check_lane(backend, *first),
-        Some(_) | None => Ok(()),
+/// The lanes that `auto` looks at, best first, and why the first is.
+const fn auto_lanes(backend: Backend) -> ([Lane; 3], &'static str) {
+    match backend {
+        Backend::Host => (
+            [Lane::Delegated, Lane::Rpc, Lane::Resident],
+            "auto: ranks reduce in shared memory themselves, without a round trip",
+        ),
+        Backend::Cuda => (
+            [Lane::Delegated, Lane::Resident, Lane::Rpc],
+            "auto: ranks launch the kernels themselves, also in graphs, without a round trip",
+        ),
     }
 }
-
-/// The lanes that `auto` looks at, best first.
-const AUTO_LANES: [Lane; 3] = [Lane::Delegated, Lane::Resident, Lane::Rpc];
 
 /// Chooses the lane of all ranks: the first that each of them names or leaves open, in the order of the first rank
 /// that names any, and that can be had. `wanted`: by rank, what it can use, best first; empty leaves it open.
@@ -483,23 +522,25 @@ pub(crate) fn choose_lane(
     gpus: Option<&GpuLimits>,
 ) -> Result<LaneChoice, Refusal> {
     let asked = wanted.iter().copied().find(|lanes| !lanes.is_empty());
-    let candidates = asked.unwrap_or(&AUTO_LANES).iter().copied();
+    let (auto, best) = auto_lanes(backend);
+    let candidates = asked.unwrap_or(&auto).iter().copied();
     let is_common = |lane: &Lane| {
         let mut ranks = wanted.iter();
         ranks.all(|lanes| lanes.is_empty() || lanes.contains(lane))
     };
     let mut refused: Vec<(Lane, Refusal)> = Vec::new();
     for lane in candidates.filter(is_common) {
-        match check_lane_here(backend, lane, gpus) {
+        match check_lane(backend, lane, gpus) {
             Ok(()) => {
                 let who = if asked.is_some() { "asked for" } else { "auto" };
                 let better: Vec<String> = refused
                     .iter()
                     .map(|(lane, why)| format!("not {lane}: {why}"))
                     .collect();
-                let reason = match better.as_slice() {
-                    [] => who.to_owned(),
-                    [..] => format!("{who}; {}", better.join("; ")),
+                let reason = match (better.as_slice(), asked) {
+                    ([], Some(_)) => who.to_owned(),
+                    ([], None) => best.to_owned(),
+                    ([..], _) => format!("{who}; {}", better.join("; ")),
                 };
                 return Ok(LaneChoice { lane, reason });
             }
@@ -622,6 +663,12 @@ mod tests {
                     algorithm,
                     in_place,
                     max_threads,
+                    geometry: lane_geometry(
+                        lane,
+                        WorldSize::new(world_size).unwrap(),
+                        max_threads,
+                        &Host::default(),
+                    ),
                     gpus,
                 },
             )
@@ -638,7 +685,13 @@ mod tests {
         match plan.shape {
             Shape::Host { threads } => {
                 prop_assert!(threads >= 1 && threads <= request.max_threads.max(1));
-                prop_assert!(plan.algorithm != Algorithm::OneShot || threads == 1);
+                prop_assert!(plan.algorithm == Algorithm::OneShotChunked || threads == 1);
+                let of_lane = match request.lane {
+                    Lane::Delegated => [Algorithm::OneShot, Algorithm::TwoShot],
+                    Lane::Rpc => [Algorithm::OneShot, Algorithm::OneShotChunked],
+                    Lane::Resident => [Algorithm::OneShot; 2],
+                };
+                prop_assert!(of_lane.contains(&plan.algorithm));
             }
             Shape::Cuda {
                 blocks,
@@ -648,7 +701,14 @@ mod tests {
                 let limits = request.gpus.unwrap();
                 let most = Instance::of(request.world_size).max_data_threads();
                 prop_assert!((1..=MAX_BLOCKS).contains(&blocks));
-                prop_assert!(blocks * limits.ranks_per_gpu <= limits.resident_blocks);
+                let at_once = match request.lane {
+                    Lane::Rpc => blocks * limits.ranks_per_gpu,
+                    // One call's, and the next's.
+                    Lane::Delegated => 2 * blocks * limits.ranks_per_gpu,
+                    // They are there already.
+                    Lane::Resident => 0,
+                };
+                prop_assert!(at_once <= limits.resident_blocks);
                 prop_assert!(
                     data_threads.is_multiple_of(32) && (32..=most).contains(&data_threads)
                 );
@@ -657,8 +717,13 @@ mod tests {
                 let room = match plan.algorithm {
                     Algorithm::OneShotPush => limits.push_slot_bytes,
                     Algorithm::OneShotPullInband => limits.inband_part_bytes,
-                    Algorithm::OneShotPull | Algorithm::TwoShotPull if request.in_place => {
+                    Algorithm::OneShotPull | Algorithm::TwoShotPull
+                        if request.in_place || request.lane != Lane::Rpc =>
+                    {
                         limits.staging_part_bytes
+                    }
+                    Algorithm::TwoShotPullInband if request.lane != Lane::Rpc => {
+                        limits.inband_part_bytes
                     }
                     _ => u64::MAX,
                 };
@@ -678,9 +743,22 @@ mod tests {
                     let cuda_refuses = request.backend == Backend::Cuda
                         && (!matches!(request.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16)
                             || request.op == Op::Prod
-                            || request.gpus.is_none_or(|gpus| gpus.resident_blocks < gpus.ranks_per_gpu));
+                            || request.gpus.is_none_or(|gpus| match request.lane {
+                                Lane::Rpc => gpus.resident_blocks < gpus.ranks_per_gpu,
+                                Lane::Delegated => gpus.resident_blocks < 2 * gpus.ranks_per_gpu,
+                                Lane::Resident => {
+                                    let only = Algorithm::OneShotPullInband;
+                                    gpus.resident.is_none()
+                                        || request.algorithm.is_some_and(|asked| asked != only)
+                                }
+                            }));
                     let refused = cuda_refuses
-                        || request.lane != Lane::Rpc
+                        || (request.backend == Backend::Host
+                            && request.algorithm.is_some_and(|asked| match request.lane {
+                                Lane::Delegated => request.geometry.algorithm(0, Some(asked)).is_err(),
+                                Lane::Resident => resident_algorithm(Some(asked)).is_err(),
+                                Lane::Rpc => asked == Algorithm::TwoShot,
+                            }))
                         || request.algorithm.is_some_and(|asked| asked.backend() != request.backend)
                         || (request.op == Op::Avg && request.dtype.is_integer())
                         || request.num_elems.checked_mul(request.dtype.size_bytes() as u64).is_none();

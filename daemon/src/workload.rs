@@ -13,7 +13,8 @@
 //! bytes = 43008             # of one rank's tensor
 //! ```
 
-use crate::plan::{PlanRequest, Refusal, plan};
+use crate::config::Host;
+use crate::plan::{PlanRequest, Refusal, lane_geometry, plan};
 use allreduce_contract::{Backend, Dtype, Lane, Op, UnknownName, WorldSize};
 use serde::Deserialize;
 use std::path::PathBuf;
@@ -75,6 +76,7 @@ impl ReductionSpec {
             algorithm: None,
             in_place: true,
             max_threads: 1,
+            geometry: lane_geometry(Lane::Rpc, WorldSize::ONE, 1, &Host::default()),
             gpus: None,
         };
         plan(request)?;

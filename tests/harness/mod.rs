@@ -10,7 +10,7 @@ pub mod raw;
 pub mod worker;
 
 use allreduce_client::blocking::{Client, Communicator};
-use allreduce_client::{AllReduceError, BufferError, EpochEnd, JoinOptions};
+use allreduce_client::{AllReduceError, BufferError, EpochEnd, JoinOptions, Lane};
 use allreduce_contract::v1::ErrorCode;
 use allreduced::private::PrivateDaemon;
 use nix::sys::signal::{Signal, kill};
@@ -357,9 +357,10 @@ pub fn ranks<R: Send>(world_size: u32, rank: impl Fn(u32) -> R + Sync) -> Vec<R>
     })
 }
 
-/// Options that join with a small arena and a bounded wait.
+/// Options that join with a small arena and a bounded wait, on lane rpc.
 pub fn options(communicator: &str, rank: u32, world_size: u32) -> JoinOptions {
     JoinOptions::new(communicator, rank, world_size)
+        .lanes([Lane::Rpc])
         .arena_len_bytes(1 << 20)
         .timeout(SOON)
 }
@@ -399,7 +400,7 @@ pub fn reduce_one(communicator: &Communicator) -> Result<(), AllReduceError> {
 }
 
 /// What ended the epoch, or the executor, for a buffer as for a reduction.
-fn over(error: BufferError) -> AllReduceError {
+pub fn over(error: BufferError) -> AllReduceError {
     match error {
         BufferError::Refused(refused) if refused.kind == ErrorCode::EpochEnded => {
             AllReduceError::EpochEnded(EpochEnd {

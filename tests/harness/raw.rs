@@ -111,7 +111,7 @@ pub fn hello(opened: &OpenResponse, rank: u32, world_size: u32) -> Hello {
         world_size,
         abi: ABI_VERSION,
         device_uuid: String::new(),
-        lanes: Vec::new(),
+        lanes: vec![allreduce_contract::v1::Lane::Rpc as i32],
         arena_len_bytes: 64 << 10,
         pid: std::process::id(),
         client_name: "raw".to_owned(),
@@ -199,7 +199,12 @@ pub struct RawRank {
 impl RawRank {
     /// Joins and allocates; Ready is still to come.
     pub async fn join(opened: &OpenResponse, rank: u32, world_size: u32) -> Self {
-        let hello = hello(opened, rank, world_size);
+        Self::join_as(opened, hello(opened, rank, world_size)).await
+    }
+
+    /// Joins with this Hello.
+    pub async fn join_as(opened: &OpenResponse, hello: Hello) -> Self {
+        let (rank, world_size) = (hello.rank, hello.world_size);
         let mut stream = attach_with(opened, FromRank::Hello(hello)).await.unwrap();
         let Ok(Some(ToRank::Joined(joined))) = stream.next().await else {
             panic!("the first message is not Joined");
@@ -337,6 +342,7 @@ pub fn companion_request(opened: &OpenResponse, kind: Kind, session: u64, rank: 
         token: token_of(opened),
         session,
         rank,
+        peer: rank,
         len_bytes: 0,
     }
 }

@@ -7,7 +7,7 @@
 use crate::harness::bits::{hash, reduce_any, tensor};
 use crate::harness::{SOON, forget_child, options, remember_child, send_signal};
 use allreduce_client::blocking::{Client, Communicator};
-use allreduce_client::{AllReduceError, JoinError, Op};
+use allreduce_client::{AllReduceError, JoinError, Lane, Op};
 use nix::sys::signal::Signal;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// Holds "SOCKET COMMUNICATOR RANK WORLD_SIZE" in a worker's environment.
+/// Holds "SOCKET COMMUNICATOR RANK WORLD_SIZE LANE" in a worker's environment.
 const SPEC: &str = "ART_WORKER";
 
 /// A worker process, from the test's side.
@@ -28,7 +28,19 @@ pub struct Worker {
 impl Worker {
     /// Starts it; it does nothing until told.
     pub fn start(socket: &Path, communicator: &str, rank: u32, world_size: u32) -> Self {
-        let spec = format!("{} {communicator} {rank} {world_size}", socket.display());
+        Self::start_on(Lane::Rpc, socket, communicator, rank, world_size)
+    }
+
+    /// Starts it on a lane.
+    pub fn start_on(
+        lane: Lane,
+        socket: &Path,
+        communicator: &str,
+        rank: u32,
+        world_size: u32,
+    ) -> Self {
+        let socket = socket.display();
+        let spec = format!("{socket} {communicator} {rank} {world_size} {lane}");
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["worker_entry", "--exact", "--nocapture", "--test-threads=1"])
             .env(SPEC, spec)
@@ -58,8 +70,18 @@ impl Worker {
 
     /// Starts all ranks of a communicator and has them join.
     pub fn start_all(socket: &Path, communicator: &str, world_size: u32) -> Vec<Self> {
+        Self::start_all_on(Lane::Rpc, socket, communicator, world_size)
+    }
+
+    /// Starts all ranks on a lane and has them join.
+    pub fn start_all_on(
+        lane: Lane,
+        socket: &Path,
+        communicator: &str,
+        world_size: u32,
+    ) -> Vec<Self> {
         let mut workers: Vec<Self> = (0..world_size)
-            .map(|rank| Self::start(socket, communicator, rank, world_size))
+            .map(|rank| Self::start_on(lane, socket, communicator, rank, world_size))
             .collect();
         for worker in &mut workers {
             worker.tell("join");
@@ -123,6 +145,7 @@ pub struct Asked {
     pub communicator: String,
     pub rank: u32,
     pub world_size: u32,
+    pub lane: Lane,
     /// What it is told, line by line.
     pub told: mpsc::Receiver<String>,
 }
@@ -131,7 +154,7 @@ pub struct Asked {
 pub fn asked() -> Option<Asked> {
     let spec = std::env::var(SPEC).ok()?;
     let fields: Vec<&str> = spec.split(' ').collect();
-    let [socket, communicator, rank, world_size] = fields.as_slice() else {
+    let [socket, communicator, rank, world_size, lane] = fields.as_slice() else {
         panic!("{spec:?}");
     };
     // A thread of its own notices the end of the test while this one waits in a reduction.
@@ -147,6 +170,7 @@ pub fn asked() -> Option<Asked> {
         communicator: (*communicator).to_owned(),
         rank: rank.parse().unwrap(),
         world_size: world_size.parse().unwrap(),
+        lane: lane.parse().unwrap(),
         told,
     })
 }
@@ -161,6 +185,7 @@ pub fn run_if_asked() {
         name: &asked.communicator,
         rank: asked.rank,
         world_size: asked.world_size,
+        lane: asked.lane,
         joined: None,
     };
     for line in asked.told {
@@ -196,13 +221,15 @@ struct Rank<'a> {
     name: &'a str,
     rank: u32,
     world_size: u32,
+    lane: Lane,
     joined: Option<Communicator>,
 }
 
 impl Rank<'_> {
     fn join(&self) -> Result<Communicator, JoinError> {
         let client = Client::connect(self.socket)?;
-        client.join(options(self.name, self.rank, self.world_size).client_name("test-worker"))
+        let options = options(self.name, self.rank, self.world_size).lanes([self.lane]);
+        client.join(options.arena_len_bytes(4 << 20).client_name("test-worker"))
     }
 
     fn obey(&mut self, line: &str) {
@@ -233,6 +260,29 @@ impl Rank<'_> {
                             said = true;
                         }
                         Err(error) => break error,
+                    }
+                };
+                say(&describe(&error));
+            }
+            // The same with one buffer of many elements, reduced in place again and again.
+            (["traffic", num_elems], Some(communicator)) => {
+                let own = i32::try_from(self.rank).unwrap();
+                let last = i32::try_from(self.world_size).unwrap() - 1;
+                let mut buffer = match communicator.allocate::<i32>(num_elems.parse().unwrap()) {
+                    Ok(buffer) => buffer,
+                    Err(error) => return say(&describe(&crate::harness::over(error))),
+                };
+                let mut said = false;
+                let error = loop {
+                    buffer.as_mut_slice().fill(own);
+                    match communicator.all_reduce(buffer, Op::Max) {
+                        Ok(reduced) => buffer = reduced,
+                        Err(failed) => break failed.error,
+                    }
+                    assert!(buffer.as_slice().iter().all(|element| *element == last));
+                    if !said {
+                        say("running");
+                        said = true;
                     }
                 };
                 say(&describe(&error));

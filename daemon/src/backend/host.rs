@@ -15,7 +15,7 @@ use allreduce_kernels::{ReduceError, Reducer, Stores, chunk};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -73,6 +73,11 @@ impl Window {
         self.arena_memory.as_fd()
     }
 
+    /// For a peer, which may only read it.
+    pub(crate) fn arena_fd_for_peer(&self) -> std::io::Result<OwnedFd> {
+        self.arena_memory.read_only_fd()
+    }
+
     /// Keeps a memory that the rank handed over, mapped.
     pub(crate) fn keep(&mut self, handle: u64, mapping: Mapping, memory: SealedMemory) {
         self.handed.insert(handle, (Arc::new(mapping), memory));
@@ -93,7 +98,8 @@ impl Window {
         self.handed.remove(&handle);
     }
 
-    fn mapping(&self, memory: u64) -> Option<&Arc<Mapping>> {
+    /// A memory of the session: its arena, or one that it handed over.
+    pub(crate) fn mapping(&self, memory: u64) -> Option<&Arc<Mapping>> {
         if memory == ARENA {
             Some(&self.arena)
         } else {

@@ -4,6 +4,8 @@
 
 pub(crate) mod cuda;
 pub(crate) mod host;
+pub(crate) mod host_lanes;
+pub(crate) mod host_resident;
 pub(crate) mod jobs;
 
 /// A deliberate fault, to test who must notice: flips one bit of one rank's result.

@@ -10,8 +10,10 @@
 //! | `echo` | a null RPC to a bare tonic server in a process of its own, by all ranks at once |
 //! | `reduce` | the reduction alone: N sources to one destination, one thread, no IPC |
 //! | `memcpy` | copying (N + 1) / 2 times the bytes, which moves as much memory |
+//! | `openmpi` | MPI_Allreduce of OpenMPI, with `--vs-mpi` |
 
 mod graph;
+mod mpi;
 mod peer;
 
 use crate::children::{ChildError, Children};
@@ -19,7 +21,7 @@ use crate::cli::{Choice, parse_auto};
 use crate::device::{self, DeviceError, has_kernel};
 use crate::private::{PrivateDaemon, StartError};
 use crate::spread::Spread;
-use crate::workload::{ReductionSpec, WorkloadError};
+use crate::workload::{ReductionSpec, Workload, WorkloadError};
 use allreduce_contract::{Algorithm, Backend, BadWorldSize, Dtype, Lane, Op, WorldSize};
 use allreduce_kernels::{ReduceError, measure};
 use graph::{GraphReport, GraphSpec};
@@ -50,6 +52,25 @@ pub(crate) struct Arguments {
     /// Where windows live and who reduces: auto (cuda where there is a GPU), host, cuda.
     #[arg(long, value_name = "B", default_value = "auto", value_parser = parse_auto::<Backend>)]
     backend: Choice<Backend>,
+    /// Lanes, comma-separated: rpc, resident, delegated; by default those that the backend has. With --vs-mpi: delegated.
+    #[arg(long, value_name = "L,..", value_delimiter = ',')]
+    lane: Vec<Lane>,
+    /// Measure host lanes and OpenMPI's MPI_Allreduce (mpicc and mpirun on the path) turn by turn, f32 unless --dtype
+    /// names one type, sums, out of place, instead of everything else.
+    #[arg(long, conflicts_with_all = ["backend", "algorithm", "op", "runtimes"])]
+    vs_mpi: bool,
+    /// With --vs-mpi: how many turns each has.
+    #[arg(long, value_name = "N", default_value_t = 7, requires = "vs_mpi", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pairs: u32,
+    /// With --vs-mpi, instead of sizes: the reductions of one step of a workload (as `demo` takes it), as f32 of as many bytes,
+    /// summed.
+    #[arg(
+        long,
+        value_name = "NAME|FILE",
+        requires = "vs_mpi",
+        conflicts_with = "bytes"
+    )]
+    workload: Option<String>,
     /// Algorithms, comma-separated: auto lets the plan choose; others as in the rows.
     #[arg(long, value_name = "A,..", value_delimiter = ',', default_values = ["auto"], value_parser = parse_auto::<Algorithm>)]
     algorithm: Vec<Choice<Algorithm>>,
@@ -84,6 +105,16 @@ enum BenchError {
     Kernel(#[from] ReduceError),
     #[error(transparent)]
     Device(#[from] DeviceError),
+    #[error("OpenMPI: {0}")]
+    Mpi(std::io::Error),
+    #[error("mpicc did not compile the peer: {0}")]
+    MpiCompile(std::process::ExitStatus),
+    #[error("mpirun failed: {0}")]
+    MpiRun(std::process::ExitStatus),
+    #[error("the MPI peer says what it should not: {0:?}")]
+    MpiLine(String),
+    #[error("MPI has no {0}: name --dtype f32, f64, i32 or i64")]
+    MpiDtype(Dtype),
     #[error("a peer ended without a report")]
     NoReport,
 }
@@ -124,6 +155,9 @@ struct Outcome {
     schema_version: u32,
     rows: Vec<Row>,
     memory: Vec<Memory>,
+    /// What could not be measured, and why.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    skipped: Vec<String>,
 }
 
 /// Runs `bench`.
@@ -158,7 +192,46 @@ pub(crate) fn run_peer() -> ExitCode {
     }
 }
 
+fn run_vs_mpi(arguments: &Arguments) -> Result<Outcome, BenchError> {
+    let workload = arguments.workload.as_deref().map(Workload::find);
+    let steps = mpi::steps(&arguments.bytes, workload.transpose()?.as_ref());
+    let lanes = match arguments.lane.as_slice() {
+        [] => &[Lane::Delegated],
+        lanes => lanes,
+    };
+    let dtype = match arguments.dtype.as_slice() {
+        [one] => *one,
+        _ => Dtype::F32,
+    };
+    let mut outcome = Outcome {
+        schema_version: 1,
+        rows: Vec::new(),
+        memory: Vec::new(),
+        skipped: Vec::new(),
+    };
+    for world_size in &arguments.world_size {
+        let world_size = WorldSize::new(*world_size)?;
+        let pairs = arguments.pairs as usize;
+        let (rows, skipped) = mpi::measure(world_size, lanes, dtype, &steps, pairs)?;
+        outcome.rows.extend(rows);
+        outcome.skipped.extend(skipped);
+    }
+    outcome.skipped.dedup();
+    Ok(outcome)
+}
+
+/// The lanes of a backend.
+fn lanes_of(backend: Backend) -> &'static [Lane] {
+    match backend {
+        Backend::Host => &[Lane::Rpc, Lane::Resident, Lane::Delegated],
+        Backend::Cuda => &[Lane::Rpc],
+    }
+}
+
 fn try_run(arguments: &Arguments) -> Result<Outcome, BenchError> {
+    if arguments.vs_mpi {
+        return run_vs_mpi(arguments);
+    }
     let mut cases = Vec::new();
     for dtype in &arguments.dtype {
         for bytes in &arguments.bytes {
@@ -178,12 +251,19 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, BenchError> {
     let mut memory = Vec::new();
     for world_size in &arguments.world_size {
         let world_size = WorldSize::new(*world_size)?;
-        for algorithm in &arguments.algorithm {
-            let (measured, used) = measure_rpc(world_size, backend, algorithm.0, &cases)?;
-            for (case, report) in cases.iter().zip(measured) {
-                rows.extend(rpc_rows(world_size, backend, *case, report));
+        let lanes = match arguments.lane.as_slice() {
+            [] => lanes_of(backend),
+            lanes => lanes,
+        };
+        for lane in lanes {
+            for algorithm in &arguments.algorithm {
+                let (measured, used) =
+                    measure_lane(world_size, backend, *lane, algorithm.0, &cases)?;
+                for (case, report) in cases.iter().zip(measured) {
+                    rows.extend(lane_rows(world_size, backend, *lane, *case, report));
+                }
+                memory.push(used);
             }
-            memory.push(used);
         }
         if backend == Backend::Host {
             for case in &cases {
@@ -198,6 +278,7 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, BenchError> {
         schema_version: 1,
         rows,
         memory,
+        skipped: Vec::new(),
     })
 }
 
@@ -222,6 +303,7 @@ fn measure_graphs(arguments: &Arguments, cases: &[ReductionSpec]) -> Result<Outc
         schema_version: 1,
         rows,
         memory: Vec::new(),
+        skipped: Vec::new(),
     })
 }
 
@@ -269,7 +351,7 @@ fn measure_graph(
             Ok((_, PeerReport::Listening)) => {}
             Err(rank) if reported.get(rank) == Some(&true) => {}
             Err(rank) => return Err(ChildError::Ended(rank).into()),
-            Ok((_, PeerReport::Cases(_) | PeerReport::Echoed(_))) => {
+            Ok((_, PeerReport::Cases(_) | PeerReport::Echoed(_) | PeerReport::Timed(_))) => {
                 return Err(BenchError::NoReport);
             }
         }
@@ -291,16 +373,22 @@ fn start_echo(socket: &Path, multi_thread: bool) -> Result<Children<PeerReport>,
     let echo = Children::start("bench-peer", &[spec])?;
     match echo.next(SILENCE)? {
         Ok((_, PeerReport::Listening)) => Ok(echo),
-        Ok((_, PeerReport::Cases(_) | PeerReport::Echoed(_) | PeerReport::Graphs(_))) | Err(_) => {
-            Err(BenchError::NoReport)
-        }
+        Ok((
+            _,
+            PeerReport::Cases(_)
+            | PeerReport::Echoed(_)
+            | PeerReport::Graphs(_)
+            | PeerReport::Timed(_),
+        ))
+        | Err(_) => Err(BenchError::NoReport),
     }
 }
 
 /// The reports of all ranks, merged case by case.
-fn measure_rpc(
+fn measure_lane(
     world_size: WorldSize,
     backend: Backend,
+    lane: Lane,
     algorithm: Option<Algorithm>,
     cases: &[ReductionSpec],
 ) -> Result<(Vec<CaseReport>, Memory), BenchError> {
@@ -316,6 +404,7 @@ fn measure_rpc(
                 rank: rank.get(),
                 world_size: world_size.get(),
                 backend: backend.to_string(),
+                lane: Some(lane.to_string()),
                 algorithm: algorithm.map(|algorithm| algorithm.to_string()),
                 cases: cases.iter().map(named).collect(),
             })
@@ -329,7 +418,13 @@ fn measure_rpc(
             match ranks.next(SILENCE)? {
                 Ok((_, PeerReport::Cases(reports))) => break reports,
                 // Some rank is through with a case.
-                Ok((_, PeerReport::Listening | PeerReport::Echoed(_) | PeerReport::Graphs(_))) => {}
+                Ok((
+                    _,
+                    PeerReport::Listening
+                    | PeerReport::Echoed(_)
+                    | PeerReport::Graphs(_)
+                    | PeerReport::Timed(_),
+                )) => {}
                 Err(rank) => return Err(ChildError::Ended(rank).into()),
             }
         };
@@ -346,24 +441,27 @@ fn measure_rpc(
     Ok((merged, memory.ok_or(BenchError::NoReport)?))
 }
 
-fn rpc_rows(
+fn lane_rows(
     world_size: WorldSize,
     backend: Backend,
+    lane: Lane,
     case: ReductionSpec,
     mut report: CaseReport,
 ) -> Vec<Row> {
-    let rpc = Spread::of(&mut report.reduce_us);
+    let reduced = Spread::of(&mut report.reduce_us);
     let executor = Spread::of(&mut report.executor_us);
     let ping = Spread::of(&mut report.ping_us);
     let echo = Spread::of(&mut report.echo_us);
-    let lane = Lane::Rpc.name();
     let algorithm = &report.algorithm;
-    let mut rows = vec![
-        row(world_size, case, lane, algorithm, rpc).beside("ping", ping),
-        row(world_size, case, "executor", algorithm, executor),
-        row(world_size, case, "ping", "none", ping).beside("echo", echo),
-        row(world_size, case, "echo", "none", echo),
-    ];
+    let mut rows =
+        vec![row(world_size, case, lane.name(), algorithm, reduced).beside("ping", ping)];
+    if lane == Lane::Rpc {
+        rows.extend([
+            row(world_size, case, "executor", algorithm, executor),
+            row(world_size, case, "ping", "none", ping).beside("echo", echo),
+            row(world_size, case, "echo", "none", echo),
+        ]);
+    }
     for row in &mut rows {
         row.backend = backend.to_string();
     }
@@ -420,7 +518,13 @@ fn runtime_rows(world_size: WorldSize) -> Result<Vec<Row>, BenchError> {
                     }
                 }
                 Err(client) if reported.get(client) == Some(&true) => {}
-                Ok((_, PeerReport::Cases(_) | PeerReport::Listening | PeerReport::Graphs(_)))
+                Ok((
+                    _,
+                    PeerReport::Cases(_)
+                    | PeerReport::Listening
+                    | PeerReport::Graphs(_)
+                    | PeerReport::Timed(_),
+                ))
                 | Err(_) => {
                     return Err(BenchError::NoReport);
                 }
@@ -532,6 +636,9 @@ impl Outcome {
                 row.algbw_gbps,
                 row.busbw_gbps
             );
+        }
+        for skipped in &self.skipped {
+            let _ = writeln!(out, "{skipped}");
         }
         for memory in &self.memory {
             let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);

@@ -5,6 +5,7 @@
 
 use crate::bench::graph::{self, GraphReport, GraphSpec};
 use crate::device::{self, DeviceError, DeviceTensor, WorkerStream};
+use crate::spread::Spread;
 use crate::wire::{print_line, read_line};
 use allreduce_client::blocking::{Client, Communicator};
 use allreduce_client::{
@@ -43,6 +44,33 @@ pub(crate) enum PeerSpec {
     Echo { socket: PathBuf, multi_thread: bool },
     EchoClient { socket: PathBuf, multi_thread: bool },
     Graph(GraphSpec),
+    Timed(TimedSpec),
+}
+
+/// A rank that times steps, beside another program that does the same.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct TimedSpec {
+    pub(crate) socket: PathBuf,
+    pub(crate) rank: u32,
+    pub(crate) world_size: u32,
+    pub(crate) lane: String,
+    pub(crate) dtype: String,
+    pub(crate) cases: Vec<StepCase>,
+}
+
+/// What is reduced in a step, one after the other, and how many steps.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct StepCase {
+    pub(crate) bytes: Vec<usize>,
+    pub(crate) steps: usize,
+}
+
+/// How long a step took.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct StepReport {
+    pub(crate) algorithm: String,
+    pub(crate) p50_us: f64,
+    pub(crate) p99_us: f64,
 }
 
 /// A rank of the bench.
@@ -53,6 +81,7 @@ pub(crate) struct RankSpec {
     pub(crate) rank: u32,
     pub(crate) world_size: u32,
     pub(crate) backend: String,
+    pub(crate) lane: Option<String>,
     pub(crate) algorithm: Option<String>,
     /// dtype, op, elements.
     pub(crate) cases: Vec<(String, String, usize)>,
@@ -66,6 +95,7 @@ pub(crate) enum PeerReport {
     Echoed(Vec<f64>),
     Cases(Vec<CaseReport>),
     Graphs(Vec<GraphReport>),
+    Timed(Vec<StepReport>),
 }
 
 /// Samples of one case, microseconds.
@@ -139,6 +169,7 @@ pub(crate) fn run() -> Result<(), PeerError> {
             let samples = echo.time(ECHOES)?;
             Ok(print_line(&PeerReport::Echoed(samples))?)
         }
+        PeerSpec::Timed(spec) => run_timed(&spec),
     }
 }
 
@@ -256,9 +287,11 @@ fn run_rank(spec: &RankSpec) -> Result<(), PeerError> {
         .transpose()?;
     let mut options = JoinOptions::new("bench", spec.rank, spec.world_size)
         .backend(backend)
-        .lanes([Lane::Rpc])
         .arena_len_bytes(largest.unwrap_or(0) as u64 + (1 << 16))
         .client_name(format!("bench-{}", spec.rank));
+    if let Some(lane) = &spec.lane {
+        options = options.lanes([lane.parse::<Lane>()?]);
+    }
     let device = device::of_rank(Some(backend), spec.rank)?;
     if let Some(device) = &device {
         options = options.device(device.clone());
@@ -291,6 +324,90 @@ fn run_rank(spec: &RankSpec) -> Result<(), PeerError> {
     let mut ignored = Vec::new();
     std::io::stdin().read_to_end(&mut ignored)?;
     Ok(())
+}
+
+fn run_timed(spec: &TimedSpec) -> Result<(), PeerError> {
+    let lengths = spec.cases.iter().flat_map(|case| &case.bytes);
+    let longest = lengths.max().copied().unwrap_or(0);
+    let lane: Lane = spec.lane.parse()?;
+    let options = JoinOptions::new("bench", spec.rank, spec.world_size)
+        .backend(Backend::Host)
+        .lanes([lane])
+        .arena_len_bytes(2 * longest as u64 + (1 << 16))
+        .client_name(format!("bench-{}", spec.rank));
+    let communicator = Client::connect(&spec.socket)?.join(options)?;
+    let reports = match spec.dtype.parse::<Dtype>()? {
+        Dtype::F32 => time_cases::<f32>(&communicator, &spec.cases, longest),
+        Dtype::F64 => time_cases::<f64>(&communicator, &spec.cases, longest),
+        Dtype::F16 => time_cases::<f16>(&communicator, &spec.cases, longest),
+        Dtype::Bf16 => time_cases::<bf16>(&communicator, &spec.cases, longest),
+        Dtype::I32 => time_cases::<i32>(&communicator, &spec.cases, longest),
+        Dtype::I64 => time_cases::<i64>(&communicator, &spec.cases, longest),
+    };
+    print_line(&PeerReport::Timed(reports?))?;
+    // Until the parent has heard every rank: leaving ends the epoch.
+    let mut ignored = Vec::new();
+    std::io::stdin().read_to_end(&mut ignored)?;
+    Ok(())
+}
+
+fn time_cases<T: Element>(
+    communicator: &Communicator,
+    cases: &[StepCase],
+    longest: usize,
+) -> Result<Vec<StepReport>, PeerError> {
+    let mut src = communicator.allocate::<T>(longest / size_of::<T>())?;
+    let mut dst = communicator.allocate::<T>(longest / size_of::<T>())?;
+    let mut reports = Vec::new();
+    for case in cases {
+        let report;
+        (src, dst, report) = time_steps(communicator, case, src, dst)?;
+        reports.push(report);
+        print_line(&PeerReport::Listening)?;
+    }
+    Ok(reports)
+}
+
+/// Times steps as mpi_peer.c does: a tenth more first, then a barrier, then one after the other.
+fn time_steps<T: Element>(
+    communicator: &Communicator,
+    case: &StepCase,
+    mut src: Buffer<T>,
+    mut dst: Buffer<T>,
+) -> Result<(Buffer<T>, Buffer<T>, StepReport), PeerError> {
+    let mut algorithm = String::new();
+    let mut samples = Vec::with_capacity(case.steps);
+    let warm_up = case.steps / 10 + 2;
+    for step in 0..warm_up + case.steps {
+        if step == warm_up {
+            let empty = communicator.allocate::<T>(0)?;
+            communicator
+                .all_reduce(empty, Op::Sum)
+                .map_err(AllReduceError::from)?;
+        }
+        let start = Instant::now();
+        let mut used = None;
+        for bytes in &case.bytes {
+            let options = AllReduceOptions::prefix(bytes / size_of::<T>());
+            let reduced = communicator.all_reduce_into(src, dst, Op::Sum, options);
+            let (buffers, reduction) = reduced.map_err(AllReduceError::from)?;
+            (src, dst) = buffers;
+            used = Some(reduction.algorithm);
+        }
+        if step >= warm_up {
+            samples.push(micros(start.elapsed()));
+        }
+        if let Some(used) = used.filter(|_| algorithm.is_empty()) {
+            algorithm = used.to_string();
+        }
+    }
+    let spread = Spread::of(&mut samples);
+    let report = StepReport {
+        algorithm,
+        p50_us: spread.p50,
+        p99_us: spread.p99,
+    };
+    Ok((src, dst, report))
 }
 
 struct Case<'a> {

@@ -26,8 +26,6 @@ pub(crate) enum JoinError {
     RankTaken(Rank),
     #[error("lanes: {0}")]
     BadLane(allreduce_contract::v1::BadEnum),
-    #[error(transparent)]
-    Plan(Refusal),
     #[error(
         "arena_len_bytes {asked} is above the configured limit {limit} ({key}.max_arena_len_bytes)"
     )]
@@ -246,6 +244,9 @@ pub(crate) enum EndCause {
     /// The test before Ready failed: the epoch never began.
     #[error("the GPUs cannot work together: {reason}")]
     Ineligible { ranks: Vec<Rank>, reason: String },
+    /// A rank could not finish a reduction of its own, or the ranks cannot share memory.
+    #[error("{reason}")]
+    Lane { rank: Option<Rank>, reason: String },
     /// A reduction failed on the GPU, or could not be enqueued.
     #[error("{reason}")]
     Gpu { rank: Option<Rank>, reason: String },
@@ -256,7 +257,7 @@ impl EndCause {
     pub(crate) fn rank(&self) -> Option<Rank> {
         match self {
             EndCause::RankGone { rank, .. } => Some(*rank),
-            EndCause::Gpu { rank, .. } => *rank,
+            EndCause::Gpu { rank, .. } | EndCause::Lane { rank, .. } => *rank,
             EndCause::Timeout { missing: ranks, .. }
             | EndCause::JoinTimeout { missing: ranks, .. }
             | EndCause::Ineligible { ranks, .. } => match ranks.as_slice() {
@@ -270,7 +271,10 @@ impl EndCause {
     pub(crate) fn is_of_forming(&self) -> bool {
         match self {
             EndCause::JoinTimeout { .. } | EndCause::Ineligible { .. } => true,
-            EndCause::RankGone { .. } | EndCause::Timeout { .. } | EndCause::Gpu { .. } => false,
+            EndCause::RankGone { .. }
+            | EndCause::Timeout { .. }
+            | EndCause::Gpu { .. }
+            | EndCause::Lane { .. } => false,
         }
     }
 
@@ -281,14 +285,26 @@ impl EndCause {
             EndCause::Timeout { .. }
             | EndCause::JoinTimeout { .. }
             | EndCause::Ineligible { .. }
-            | EndCause::Gpu { .. } => false,
+            | EndCause::Gpu { .. }
+            | EndCause::Lane { .. } => false,
+        }
+    }
+
+    /// The ranks it is about.
+    pub(crate) fn ranks(&self) -> Vec<Rank> {
+        match self.rank() {
+            Some(rank) => vec![rank],
+            None => self.missing().to_vec(),
         }
     }
 
     /// The ranks that were waited for.
     pub(crate) fn missing(&self) -> &[Rank] {
         match self {
-            EndCause::RankGone { .. } | EndCause::Ineligible { .. } | EndCause::Gpu { .. } => &[],
+            EndCause::RankGone { .. }
+            | EndCause::Ineligible { .. }
+            | EndCause::Gpu { .. }
+            | EndCause::Lane { .. } => &[],
             EndCause::Timeout { missing, .. } | EndCause::JoinTimeout { missing, .. } => missing,
         }
     }

@@ -34,7 +34,8 @@ pub(crate) use rendezvous::{Place, Signature, Ticket};
 pub(crate) use stats::{Count, Quantiles, RankStats, ReductionKind, Stats};
 
 use crate::plan::{GpuLimits, LaneChoice, Plan, PlanRequest, ResidentBlocks, choose_lane, plan};
-use allreduce_contract::v1::BadEnum;
+use allreduce_contract::lane::Geometry;
+use allreduce_contract::v1::{BadEnum, ErrorCode, GaveUp};
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, Rank, WorldSize};
 use arena::{Arena, ArenaFull};
 use rendezvous::{Arrival, Rendezvous, Stage};
@@ -57,6 +58,8 @@ pub(crate) struct Settings {
     pub(crate) join_timeout: Duration,
     /// Threads that may share a reduction.
     pub(crate) max_threads: usize,
+    /// How ranks reduce in shared memory.
+    pub(crate) geometry: Geometry,
 }
 
 /// A rank that wants in, already checked against the token.
@@ -487,7 +490,7 @@ impl<T> Communicator<T> {
     }
 
     /// In rank order.
-    fn member_sessions(&self) -> Vec<u64> {
+    pub(crate) fn member_sessions(&self) -> Vec<u64> {
         self.members.iter().flatten().copied().collect()
     }
 
@@ -545,6 +548,67 @@ impl<T> Communicator<T> {
         if members.all(|session| self.sessions.get(session).is_some_and(|found| found.shared)) {
             self.become_ready(lane);
         }
+    }
+
+    /// There is no memory that the ranks of `epoch` could share.
+    pub(crate) fn cannot_share(&mut self, epoch: u64, reason: String) {
+        if epoch == self.epoch && matches!(self.phase, Phase::Sharing { .. }) {
+            let ranks = Vec::new();
+            self.end_epoch(EndCause::Ineligible { ranks, reason });
+        }
+    }
+
+    /// The lane of `epoch` does not go on.
+    pub(crate) fn lane_failed(&mut self, epoch: u64, rank: Option<Rank>, reason: String) {
+        if epoch == self.epoch && !matches!(self.phase, Phase::Forming { .. }) {
+            self.end_epoch(EndCause::Lane { rank, reason });
+        }
+    }
+
+    /// A rank could not finish a reduction of its own: ends its epoch, if it still is.
+    pub(crate) fn gave_up(&mut self, session: u64, gave_up: &GaveUp) {
+        let Some(found) = self.sessions.get(&session) else {
+            return;
+        };
+        let rank = found.rank;
+        if self.members.get(rank.as_usize()) != Some(&Some(session)) {
+            return;
+        }
+        let world_size = self.settings.world_size;
+        let about: Vec<Rank> = gave_up
+            .ranks
+            .iter()
+            .filter_map(|rank| world_size.rank(*rank).ok())
+            .take(world_size.as_usize())
+            .collect();
+        let code = match gave_up.timeout_ms {
+            0 => ErrorCode::EpochEnded,
+            1.. => ErrorCode::Timeout,
+        };
+        self.stats.record_error(code);
+        let cause = match (gave_up.timeout_ms, about.as_slice()) {
+            (1.., [_, ..]) => EndCause::Timeout {
+                missing: about,
+                sequence: gave_up.sequence,
+                timeout: Duration::from_millis(u64::from(gave_up.timeout_ms)),
+            },
+            (_, about) => EndCause::Lane {
+                rank: about.first().copied().filter(|_| about.len() == 1),
+                reason: format!("rank {rank} gave up: {}", gave_up.reason),
+            },
+        };
+        self.end_epoch(cause);
+    }
+
+    /// A session that is a member of the epoch, and a peer of it with its session.
+    pub(crate) fn peers(&self, session: u64, rank: u32, peer: u32) -> Option<(Rank, Rank, u64)> {
+        let world_size = self.settings.world_size;
+        let (rank, peer) = (world_size.rank(rank).ok()?, world_size.rank(peer).ok()?);
+        let member = |rank: Rank| self.members.get(rank.as_usize()).copied().flatten();
+        if member(rank)? != session {
+            return None;
+        }
+        Some((rank, peer, member(peer)?))
     }
 
     fn become_ready(&mut self, lane: LaneChoice) {
@@ -673,7 +737,8 @@ impl<T> Communicator<T> {
             EndCause::RankGone { .. }
             | EndCause::JoinTimeout { .. }
             | EndCause::Ineligible { .. }
-            | EndCause::Gpu { .. } => CallError::EpochEnded(end.clone()),
+            | EndCause::Gpu { .. }
+            | EndCause::Lane { .. } => CallError::EpochEnded(end.clone()),
         };
         if end.cause.is_orderly() {
             tracing::info!(epoch = end.epoch, cause = %end.cause, "epoch ended");
@@ -1074,6 +1139,7 @@ impl<T> Communicator<T> {
             algorithm: signature.algorithm,
             in_place,
             max_threads: self.settings.max_threads,
+            geometry: self.settings.geometry,
             gpus: self.gpus,
         })?)
     }

@@ -3,7 +3,9 @@
 //! Owns counters and histograms; the communicator records, Admin reads. Refuses to keep more than a
 //! fixed amount: quantiles come from histograms of three significant digits, not from samples.
 
+use crate::backend::host_lanes::LaneCounts;
 use crate::communicator::rendezvous::Signature;
+use allreduce_contract::lane;
 use allreduce_contract::v1::ErrorCode;
 use allreduce_contract::{Algorithm, Dtype, Lane, Op, Rank, WorldSize};
 use hdrhistogram::Histogram;
@@ -11,7 +13,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// A histogram of durations, in units of 10 ns up to ten minutes; longer counts as the longest.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Durations(Option<Histogram<u32>>);
 
 const UNIT_NS: u128 = 10;
@@ -39,6 +41,24 @@ impl Durations {
         }
     }
 
+    /// Durations, and how often each.
+    fn record_all(&mut self, seen: &[(Duration, u64)]) {
+        for (duration, count) in seen {
+            let units = u64::try_from(duration.as_nanos() / UNIT_NS).unwrap_or(u64::MAX);
+            let count = u32::try_from(*count).unwrap_or(u32::MAX);
+            if let Some(histogram) = &mut self.0 {
+                histogram.saturating_record_n(units, count);
+            }
+        }
+    }
+
+    fn add(&mut self, other: &Self) {
+        if let (Some(own), Some(other)) = (&mut self.0, &other.0) {
+            // Of the same bounds.
+            let _ = own.add(other);
+        }
+    }
+
     pub(crate) fn quantiles(&self) -> Quantiles {
         let Some(histogram) = self.0.as_ref().filter(|histogram| !histogram.is_empty()) else {
             return Quantiles::default();
@@ -63,8 +83,16 @@ pub(crate) struct Count {
     pub(crate) bytes: u64,
 }
 
+impl Count {
+    /// Adds what a rank has counted, which may be anything.
+    pub(crate) fn add(&mut self, more: lane::counts::Count) {
+        self.operations = self.operations.saturating_add(more.operations);
+        self.bytes = self.bytes.saturating_add(more.bytes);
+    }
+}
+
 /// One rank's counters.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct RankStats {
     pub(crate) count: Count,
     pub(crate) lateness: Durations,
@@ -72,7 +100,7 @@ pub(crate) struct RankStats {
 }
 
 /// A communicator's counters since the executor's start.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Stats {
     pub(crate) reductions: BTreeMap<ReductionKind, Count>,
     pub(crate) reduction: Durations,
@@ -95,6 +123,30 @@ impl Stats {
             ranks: world_size.ranks().map(rank).collect(),
             errors: BTreeMap::new(),
         }
+    }
+
+    /// These and others, which were counted apart.
+    pub(crate) fn with(&self, other: &Self) -> Self {
+        let mut sum = self.clone();
+        let as_counted = |count: &Count| lane::counts::Count {
+            operations: count.operations,
+            bytes: count.bytes,
+        };
+        for (kind, count) in &other.reductions {
+            let own = sum.reductions.entry(*kind).or_default();
+            own.add(as_counted(count));
+        }
+        sum.reduction.add(&other.reduction);
+        sum.skew.add(&other.skew);
+        for (own, other) in sum.ranks.iter_mut().zip(&other.ranks) {
+            own.count.add(as_counted(&other.count));
+            own.lateness.add(&other.lateness);
+            own.times_last += other.times_last;
+        }
+        for (code, count) in &other.errors {
+            *sum.errors.entry(*code).or_default() += count;
+        }
+        sum
     }
 
     /// A reduction was done. `lateness`: for each rank, how long after the first it called.
@@ -128,6 +180,26 @@ impl Stats {
                 add(&mut stats.count);
                 stats.lateness.record(*late);
             }
+        }
+    }
+
+    /// Adds what ranks have reduced themselves in an epoch that is over.
+    pub(crate) fn record_lane(&mut self, lane: Lane, counts: &LaneCounts) {
+        for ((dtype, op, algorithm), count) in &counts.reductions {
+            let key = (*dtype, *op, lane, *algorithm);
+            self.reductions.entry(key).or_default().add(*count);
+        }
+        for (stats, counts) in self.ranks.iter_mut().zip(&counts.ranks) {
+            for (_, count) in &counts.kinds {
+                stats.count.add(*count);
+            }
+            stats.lateness.record_all(&counts.late);
+            stats.times_last = stats.times_last.saturating_add(counts.times_last);
+        }
+        // Each rank has seen the same reductions; rank 0's account stands for all.
+        if let Some(first) = counts.ranks.first() {
+            self.skew.record_all(&first.skew);
+            self.reduction.record_all(&first.reduce);
         }
     }
 

@@ -23,6 +23,12 @@ fn settings(world_size: u32) -> Settings {
         max_buffers: 3,
         join_timeout: 100 * MS,
         max_threads: 2,
+        geometry: crate::plan::lane_geometry(
+            allreduce_contract::Lane::Rpc,
+            WorldSize::ONE,
+            1,
+            &crate::config::Host::default(),
+        ),
     }
 }
 

@@ -83,6 +83,8 @@ enum DemoError {
     Child(#[from] ChildError),
     #[error(transparent)]
     Device(#[from] DeviceError),
+    #[error("--inject-bit-flip is for lane rpc only")]
+    NoFault,
     #[error("the daemon's stats: {0}")]
     Stats(String),
 }
@@ -154,6 +156,12 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, DemoError> {
     {
         flags.push(format!("--inject-bit-flip={reduction}:{rank}:{bit}"));
     }
+    // The executor's task can damage only what it reduces itself.
+    let lane = match (arguments.lane.0, arguments.inject_bit_flip) {
+        (lane @ (None | Some(Lane::Rpc)), Some(_)) => lane.or(Some(Lane::Rpc)),
+        (Some(Lane::Resident | Lane::Delegated), Some(_)) => return Err(DemoError::NoFault),
+        (lane, None) => lane,
+    };
     // What only the host can reduce goes there by itself; asked for on cuda, it is refused in words.
     let all_have_kernels = workload
         .reductions
@@ -174,7 +182,7 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, DemoError> {
             rank: rank.get(),
             world_size: world_size.get(),
             backend: backend.map(|backend| backend.to_string()),
-            lane: arguments.lane.0.map(|lane| lane.to_string()),
+            lane: lane.map(|lane| lane.to_string()),
             steps,
             seed: u64::from(std::process::id()),
             reductions: wire_reductions(&workload),

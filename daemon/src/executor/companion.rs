@@ -107,13 +107,14 @@ async fn answer(
         kind,
         session,
         rank,
+        peer,
         len_bytes,
         token: _,
     } = request;
     match kind {
-        Kind::Control | Kind::Arena | Kind::Kernels => {
+        Kind::Control | Kind::Arena | Kind::Lane | Kind::Board | Kind::Kernels => {
             let (fd, len_bytes) = handle
-                .region(session, rank, kind)
+                .region(session, rank, kind, peer)
                 .await
                 .map_err(|_| Refusal::UnknownSession)??;
             Ok((Reply::Region { len_bytes }, Some(fd)))

@@ -7,26 +7,29 @@
 use crate::backend::Fault;
 use crate::backend::cuda::{self, CudaBackend, Freed, GpuTrouble, Stuck};
 use crate::backend::host::{Job, Pool, Window};
+use crate::backend::host_lanes::{EpochLanes, LaneCounts};
+use crate::backend::host_resident::{self, BufferTable, ResidentStats};
 use crate::backend::jobs::JobThread;
 use crate::communicator::{
-    BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, GpuError, JoinError,
-    Joining, Launch, Quantiles, RankStats, Reduced, ReductionKind, SessionInfo, Settings,
-    Signature, Stats,
+    ARENA, BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, GpuError,
+    JoinError, Joining, Launch, Quantiles, RankStats, Reduced, ReductionKind, SessionInfo,
+    Settings, Signature, Stats,
 };
 use crate::config::ms;
 use crate::executor::ExecutorSpec;
 use crate::health::HealthTable;
-use crate::plan::{LaneChoice, Plan, check_wanted_lanes};
+use crate::plan::{LaneChoice, Plan, lane_geometry};
 use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
 use allreduce_contract::cuda::ImportedMemory;
 use allreduce_contract::kernel::{Instance, MAX_RING_BUFFERS};
+use allreduce_contract::lane::Abort;
 use allreduce_contract::memory::{Mapping, MemoryError, SealedMemory};
-use allreduce_contract::v1::{CudaMemory, ErrorCode, Hello, RegionKind};
+use allreduce_contract::v1::{CudaMemory, ErrorCode, GaveUp, Hello, HostLane, RegionKind};
 use allreduce_contract::window::{ABI_VERSION, Control};
 use allreduce_contract::{Algorithm, Backend as BackendKind, Lane, Rank};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 
@@ -55,6 +58,8 @@ pub(crate) enum Tell {
         peers: Vec<Vec<SharedRegion>>,
         /// Of a kernel that stays, for each rank.
         resident_blocks: u32,
+        /// On backend host: how the lane works.
+        host: Option<HostLane>,
     },
     Ended(EpochEnd),
     Drain,
@@ -164,6 +169,22 @@ enum Command {
         signature: Signature,
         reply: oneshot::Sender<Result<Plan, CallError>>,
     },
+    /// The memory thread has made what the ranks of an epoch share.
+    LanesMade {
+        epoch: u64,
+        lane: Lane,
+        lanes: Result<Box<EpochLanes>, MemoryError>,
+    },
+    /// The thread of lane resident does not go on.
+    ResidentStopped {
+        epoch: u64,
+        abort: Abort,
+    },
+    /// A rank could not finish a reduction of its own.
+    GaveUp {
+        session: u64,
+        gave_up: GaveUp,
+    },
     /// The CUDA thread has tested an epoch's windows.
     Tested {
         sessions: Vec<u64>,
@@ -216,6 +237,7 @@ enum Command {
         session: u64,
         rank: u32,
         kind: Kind,
+        peer: u32,
         reply: oneshot::Sender<Result<(OwnedFd, u64), Refusal>>,
     },
     Hand {
@@ -295,6 +317,11 @@ impl Handle {
     /// A rank has mapped its peers' memory, or could not.
     pub(crate) async fn shared(&self, session: u64, error: Option<String>) {
         self.tell(Command::Shared { session, error }).await;
+    }
+
+    /// A rank could not finish a reduction of its own.
+    pub(crate) async fn gave_up(&self, session: u64, gave_up: GaveUp) {
+        self.tell(Command::GaveUp { session, gave_up }).await;
     }
 
     /// Detaches a session, and waits until its memory is free.
@@ -401,11 +428,13 @@ impl Handle {
         session: u64,
         rank: u32,
         kind: Kind,
+        peer: u32,
     ) -> Result<Result<(OwnedFd, u64), Refusal>, Stopped> {
         self.ask(|reply| Command::Region {
             session,
             rank,
             kind,
+            peer,
             reply,
         })
         .await
@@ -465,9 +494,56 @@ struct HostBackend {
     memory: JobThread<()>,
     pool: Option<Pool>,
     max_threads: usize,
+    /// What the ranks of the current epoch share, on lanes that share.
+    lanes: Option<Arc<EpochLanes>>,
+    processors: usize,
+    /// Every buffer, for lane resident.
+    table: BufferTable,
+    /// What lane resident has counted, since the executor's start.
+    resident_stats: ResidentStats,
 }
 
 impl HostBackend {
+    /// A session was given a buffer of its arena, or of a memory that it handed over.
+    fn note_buffer(&self, session: u64, buffer_id: u64, memory: u64, start: u64, len: u64) {
+        let window = self.windows.get(&session);
+        if let Some(mapping) = window.and_then(|window| window.mapping(memory)) {
+            self.table.insert(session, buffer_id, mapping, start, len);
+        }
+    }
+
+    /// The epoch is over: whoever waits in the shared memory learns it. What was counted there.
+    fn end_lanes(&mut self, end: &EpochEnd) -> Option<(Lane, LaneCounts)> {
+        let lanes = self.lanes.take_if(|lanes| lanes.epoch == end.epoch)?;
+        // A thread that serves them lets go of them then.
+        lanes.end(end.cause.ranks());
+        let counts = lanes.counts();
+        self.memory.run(move |()| drop(lanes));
+        Some((Lane::Delegated, counts))
+    }
+
+    /// A memory of a rank of the current epoch, for that rank or a peer, who may not write it.
+    fn peer_region(
+        &self,
+        kind: Kind,
+        rank: Rank,
+        peer: Rank,
+        peer_session: u64,
+    ) -> Result<(OwnedFd, u64), Refusal> {
+        let lanes = self.lanes.as_ref().ok_or(Refusal::Malformed)?;
+        let window = self.windows.get(&peer_session);
+        let (fd, len_bytes) = match kind {
+            Kind::Board => (lanes.board_fd(), lanes.board_len_bytes()),
+            Kind::Lane => (lanes.lane_fd(peer, rank == peer), lanes.lane_len_bytes()),
+            Kind::Arena => {
+                let window = window.ok_or(Refusal::UnknownSession)?;
+                (window.arena_fd_for_peer(), window.arena_len_bytes())
+            }
+            Kind::Control | Kind::Kernels | Kind::Hand => return Err(Refusal::Malformed),
+        };
+        Ok((fd.map_err(|_| Refusal::NoMemory)?, len_bytes))
+    }
+
     /// Whether `memory` is part of a window. Two buffers of one memory could overlap unseen.
     fn knows(&self, memory: &SealedMemory) -> bool {
         self.windows.values().any(|window| window.knows(memory))
@@ -506,11 +582,12 @@ impl Backend {
 
     fn window_bytes(&self) -> u64 {
         match self {
-            Backend::Host(host) => host
-                .windows
-                .values()
-                .map(|window| window.arena_len_bytes() + window.control_len_bytes())
-                .sum(),
+            Backend::Host(host) => {
+                let of_window =
+                    |window: &Window| window.arena_len_bytes() + window.control_len_bytes();
+                let windows: u64 = host.windows.values().map(of_window).sum();
+                windows + host.lanes.as_ref().map_or(0, |lanes| lanes.len_bytes())
+            }
             Backend::Cuda(cuda) => cuda.window_bytes(),
         }
     }
@@ -551,10 +628,9 @@ impl Task {
         health: HealthTable,
     ) -> std::io::Result<(Self, Handle)> {
         let (sender, commands) = mpsc::channel(1024);
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let max_threads = match spec.host.reduce_threads {
-            0 => std::thread::available_parallelism()
-                .map_or(1, usize::from)
-                .min(8),
+            0 => processors.min(8),
             threads => threads as usize,
         };
         let settings = Settings {
@@ -564,6 +640,7 @@ impl Task {
             max_buffers: u64::from(spec.communicator.max_buffers),
             join_timeout: ms(spec.communicator.join_timeout_ms),
             max_threads,
+            geometry: lane_geometry(Lane::Delegated, spec.world_size(), processors, &spec.host),
         };
         let handle = Handle {
             commands: sender.clone(),
@@ -577,6 +654,10 @@ impl Task {
                     memory: JobThread::start("memory", ())?,
                     pool: None,
                     max_threads,
+                    lanes: None,
+                    processors,
+                    table: BufferTable::default(),
+                    resident_stats: Arc::new(Mutex::new(Stats::new(spec.world_size()))),
                 }),
                 BackendKind::Cuda => {
                     let backend = CudaBackend::start(spec.cuda.clone(), spec.world_size())?;
@@ -729,6 +810,15 @@ impl Task {
             } => {
                 let _ = reply.send(self.communicator.plan_in_lane(session, signature));
             }
+            Command::LanesMade { epoch, lane, lanes } => self.lanes_made(epoch, lane, lanes),
+            Command::ResidentStopped { epoch, abort } => {
+                let ranks = abort.rank_list();
+                let rank = ranks.first().filter(|_| ranks.len() == 1);
+                let rank = rank.and_then(|rank| self.spec.world_size().rank(*rank).ok());
+                self.communicator
+                    .lane_failed(epoch, rank, abort.to_string());
+            }
+            Command::GaveUp { session, gave_up } => self.communicator.gave_up(session, &gave_up),
             Command::Tested {
                 sessions,
                 epoch,
@@ -759,7 +849,13 @@ impl Task {
                 len_bytes,
                 reply,
             } => {
-                let _ = reply.send(self.communicator.allocate(session, len_bytes));
+                let allocated = self.communicator.allocate(session, len_bytes);
+                if let (Ok((buffer_id, offset_bytes)), Backend::Host(host)) =
+                    (&allocated, &self.backend)
+                {
+                    host.note_buffer(session, *buffer_id, ARENA, *offset_bytes, len_bytes);
+                }
+                let _ = reply.send(allocated);
             }
             Command::Register {
                 session,
@@ -769,9 +865,14 @@ impl Task {
                 reply,
             } => {
                 let registered = match &self.backend {
-                    Backend::Host(_) => {
-                        self.communicator
-                            .register(session, handle, offset_bytes, len_bytes)
+                    Backend::Host(host) => {
+                        let registered =
+                            self.communicator
+                                .register(session, handle, offset_bytes, len_bytes);
+                        if let Ok(id) = &registered {
+                            host.note_buffer(session, *id, handle, offset_bytes, len_bytes);
+                        }
+                        registered
                     }
                     Backend::Cuda(_) => Err(BufferError::WrongBackend {
                         what: "memory_handle",
@@ -799,7 +900,10 @@ impl Task {
                 (Ok(Some(memory)), Backend::Cuda(_)) => {
                     self.releasing.insert((session, memory), reply);
                 }
-                (released, _) => {
+                (released, backend) => {
+                    if let (Ok(_), Backend::Host(host)) = (&released, backend) {
+                        host.table.remove(session, buffer_id);
+                    }
                     let _ = reply.send(released.map(|_| ()));
                 }
             },
@@ -816,9 +920,10 @@ impl Task {
                 session,
                 rank,
                 kind,
+                peer,
                 reply,
             } => {
-                let _ = reply.send(self.region(session, rank, kind));
+                let _ = reply.send(self.region(session, rank, kind, peer));
             }
             Command::Hand {
                 session,
@@ -950,7 +1055,6 @@ impl Task {
             .map(|lane| Lane::from_wire(*lane))
             .collect::<Result<_, _>>()
             .map_err(JoinError::BadLane)?;
-        check_wanted_lanes(self.spec.backend(), &lanes).map_err(JoinError::Plan)?;
         self.communicator.may_join(rank)?;
         let (default, limit, key) = match self.spec.backend() {
             BackendKind::Host => {
@@ -1228,9 +1332,27 @@ impl Task {
         }
     }
 
-    fn region(&self, session: u64, rank: u32, kind: Kind) -> Result<(OwnedFd, u64), Refusal> {
+    fn region(
+        &self,
+        session: u64,
+        rank: u32,
+        kind: Kind,
+        peer: u32,
+    ) -> Result<(OwnedFd, u64), Refusal> {
         if !self.communicator.owns(session, rank) {
             return Err(Refusal::UnknownSession);
+        }
+        let is_shared = match kind {
+            Kind::Lane | Kind::Board => true,
+            Kind::Arena => peer != rank,
+            Kind::Control | Kind::Kernels | Kind::Hand => false,
+        };
+        if is_shared && let Backend::Host(host) = &self.backend {
+            let (rank, peer, peer_session) = self
+                .communicator
+                .peers(session, rank, peer)
+                .ok_or(Refusal::UnknownSession)?;
+            return host.peer_region(kind, rank, peer, peer_session);
         }
         let (fd, len_bytes) = match &self.backend {
             Backend::Host(host) => {
@@ -1238,7 +1360,9 @@ impl Task {
                 match kind {
                     Kind::Control => (window.control_fd(), window.control_len_bytes()),
                     Kind::Arena => (window.arena_fd(), window.arena_len_bytes()),
-                    Kind::Kernels | Kind::Hand => return Err(Refusal::Malformed),
+                    Kind::Lane | Kind::Board | Kind::Kernels | Kind::Hand => {
+                        return Err(Refusal::Malformed);
+                    }
                 }
             }
             Backend::Cuda(cuda) => {
@@ -1251,7 +1375,9 @@ impl Task {
                         (fd.as_fd(), len_bytes)
                     }
                     // The arena is GPU memory, which no descriptor names.
-                    Kind::Arena | Kind::Hand => return Err(Refusal::Malformed),
+                    Kind::Arena | Kind::Lane | Kind::Board | Kind::Hand => {
+                        return Err(Refusal::Malformed);
+                    }
                 }
             }
         };
@@ -1388,6 +1514,9 @@ impl Task {
                         if let Some(window) = host.windows.get(&session) {
                             window.control.set_ended();
                         }
+                        if let Some((lane, counts)) = host.end_lanes(&end) {
+                            self.communicator.stats_mut().record_lane(lane, &counts);
+                        }
                     }
                     Backend::Cuda(cuda) => {
                         let is_orderly = end.cause.is_orderly();
@@ -1427,6 +1556,7 @@ impl Task {
                 }
                 match &mut self.backend {
                     Backend::Host(host) => {
+                        host.table.forget(session);
                         let window = host.windows.remove(&session);
                         host.memory.run(move |()| drop((window, waiting)));
                     }
@@ -1438,11 +1568,20 @@ impl Task {
         }
     }
 
-    /// Has made what ranks share with each other; they are told with [`Command::LaneMade`].
+    /// Has made what ranks share with each other; they are told with [`Command::LaneMade`] or
+    /// [`Command::LanesMade`].
     fn share(&self, sessions: Vec<u64>, epoch: u64, lane: Lane) {
         match &self.backend {
-            // The plan gives no such lane.
-            Backend::Host(_) => {}
+            // Told when they are made.
+            Backend::Host(host) => {
+                let world_size = self.spec.world_size();
+                let geometry = lane_geometry(lane, world_size, host.processors, &self.spec.host);
+                let own = self.own.clone();
+                host.memory.run(move |()| {
+                    let lanes = EpochLanes::create(world_size, epoch, geometry).map(Box::new);
+                    tell_task(&own, Command::LanesMade { epoch, lane, lanes });
+                });
+            }
             Backend::Cuda(cuda) => {
                 let windows: Vec<Arc<cuda::Window>> = sessions
                     .iter()
@@ -1552,9 +1691,94 @@ impl Task {
                 lane,
                 peers,
                 resident_blocks,
+                host: None,
             };
             self.tell(session, tell);
         }
+    }
+
+    fn tell_peers(
+        &self,
+        sessions: &[u64],
+        epoch: u64,
+        lane: Lane,
+        peers: &[Vec<SharedRegion>],
+        host: Option<HostLane>,
+    ) {
+        for session in sessions {
+            let tell = Tell::Peers {
+                epoch,
+                lane,
+                peers: peers.to_vec(),
+                resident_blocks: 0,
+                host,
+            };
+            self.tell(*session, tell);
+        }
+    }
+
+    /// The memory that the ranks of an epoch share is there, or cannot be had.
+    fn lanes_made(&mut self, epoch: u64, lane: Lane, lanes: Result<Box<EpochLanes>, MemoryError>) {
+        let Backend::Host(host) = &mut self.backend else {
+            return;
+        };
+        if epoch != self.communicator.epoch() {
+            host.memory.run(move |()| drop(lanes));
+            return;
+        }
+        let lanes = match lanes {
+            Ok(lanes) => lanes,
+            Err(error) => {
+                let reason = format!("no memory for lane {lane}: {error}");
+                return self.communicator.cannot_share(epoch, reason);
+            }
+        };
+        let sessions = self.communicator.member_sessions();
+        let region = |kind, len_bytes| SharedRegion {
+            kind,
+            len_bytes,
+            cuda: None,
+        };
+        let of_session = |session: &u64| {
+            let arena = host.windows.get(session);
+            vec![
+                region(RegionKind::Lane, lanes.lane_len_bytes()),
+                region(
+                    RegionKind::Arena,
+                    arena.map_or(0, |window| window.arena_len_bytes()),
+                ),
+            ]
+        };
+        let peers: Vec<Vec<SharedRegion>> = sessions.iter().map(of_session).collect();
+        let ns = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+        let geometry = &lanes.geometry;
+        let message = HostLane {
+            board_len_bytes: lanes.board_len_bytes(),
+            one_shot_max_bytes: geometry.one_shot_max_bytes,
+            block_len_bytes: geometry.block_len_bytes,
+            stage_len_bytes: geometry.stage_len_bytes,
+            spin_ns: ns(geometry.spin),
+            yield_ns: ns(geometry.yielding),
+        };
+        let lanes: Arc<EpochLanes> = Arc::from(lanes);
+        host.lanes = Some(Arc::clone(&lanes));
+        if lane == Lane::Resident {
+            let own = self.own.clone();
+            let stopped = move |abort| tell_task(&own, Command::ResidentStopped { epoch, abort });
+            let started = host_resident::start(
+                self.spec.world_size(),
+                lanes,
+                sessions.clone(),
+                host.table.clone(),
+                Arc::clone(&host.resident_stats),
+                stopped,
+            );
+            if let Err(error) = started {
+                let reason = format!("no thread for lane {lane}: {error}");
+                return self.communicator.cannot_share(epoch, reason);
+            }
+        }
+        self.tell_peers(&sessions, epoch, lane, &peers, Some(message));
     }
 
     fn tell(&self, session: u64, tell: Tell) {
@@ -1669,13 +1893,24 @@ impl Task {
     }
 
     fn report(&self) -> StatsReport {
+        let mut merged = None;
+        if let Backend::Host(host) = &self.backend {
+            let resident = host.resident_stats.lock();
+            let resident = resident.unwrap_or_else(PoisonError::into_inner);
+            let mut stats = self.communicator.stats().with(&resident);
+            // What ranks of the current epoch have reduced themselves; the stats hold that of earlier ones.
+            if let Some(lanes) = &host.lanes {
+                stats.record_lane(Lane::Delegated, &lanes.counts());
+            }
+            merged = Some(stats);
+        }
         let Stats {
             reductions,
             reduction,
             skew,
             ranks,
             errors,
-        } = self.communicator.stats();
+        } = merged.as_ref().unwrap_or(self.communicator.stats());
         let report = |(rank, stats): (Rank, &RankStats)| RankReport {
             operations: stats.count.operations,
             bytes: stats.count.bytes,

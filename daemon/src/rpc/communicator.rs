@@ -88,7 +88,11 @@ async fn first_message(inbound: &mut Streaming<AttachRequest>) -> Result<Hello, 
     match first.and_then(|request| request.message) {
         Some(FromRank::Hello(hello)) => Ok(hello),
         Some(
-            FromRank::Heartbeat(_) | FromRank::Leave(_) | FromRank::Mapped(_) | FromRank::Shared(_),
+            FromRank::Heartbeat(_)
+            | FromRank::Leave(_)
+            | FromRank::Mapped(_)
+            | FromRank::Shared(_)
+            | FromRank::GaveUp(_),
         )
         | None => Err(BadMessage("the first message on Attach must be Hello").to_status()),
     }
@@ -139,9 +143,13 @@ impl Attachment {
                             let error = (!error.is_empty()).then(|| printable(&error));
                             handle.shared(joined.session, error).await;
                         }
+                        Some(FromRank::GaveUp(mut gave_up)) => {
+                            gave_up.reason = printable(&gave_up.reason);
+                            handle.gave_up(joined.session, gave_up).await;
+                        }
                         Some(FromRank::Leave(_)) => return Gone::Left,
                         Some(FromRank::Hello(_)) | None => {
-                            let bad = BadMessage("after Hello, only Heartbeat, Mapped, Shared and Leave may follow");
+                            let bad = BadMessage("after Hello, only Heartbeat, Mapped, Shared, GaveUp and Leave may follow");
                             self.close(bad.to_status());
                             return Gone::Disconnected;
                         }
@@ -187,6 +195,7 @@ impl Attachment {
                 lane,
                 peers,
                 resident_blocks,
+                host,
             } => {
                 let region = |region: SharedRegion| Region {
                     kind: region.kind as i32,
@@ -210,6 +219,7 @@ impl Attachment {
                             resident_blocks,
                         }),
                     },
+                    host,
                 }))
             }
             // An epoch that never formed has no members to notify: the stream itself fails, with the

@@ -65,9 +65,10 @@ impl ToStatus for EpochEnd {
                 Code::FailedPrecondition,
                 end_detail(ErrorCode::NotEligible, self),
             ),
-            EndCause::RankGone { .. } | EndCause::Timeout { .. } | EndCause::Gpu { .. } => {
-                (Code::Aborted, end_detail(ErrorCode::EpochEnded, self))
-            }
+            EndCause::RankGone { .. }
+            | EndCause::Timeout { .. }
+            | EndCause::Gpu { .. }
+            | EndCause::Lane { .. } => (Code::Aborted, end_detail(ErrorCode::EpochEnded, self)),
         }
     }
 }
@@ -78,13 +79,13 @@ impl ToStatus for Refusal {
             Refusal::IntegerAvg(_)
             | Refusal::TooLarge { .. }
             | Refusal::NoKernel { .. }
-            | Refusal::NotResident { .. }
-            | Refusal::NoSuchAlgorithm { .. } => {
-                (Code::InvalidArgument, detail(ErrorCode::Refused))
-            }
+            | Refusal::NotStaying { .. }
+            | Refusal::NoSuchAlgorithm { .. }
+            | Refusal::OnlyDelegated(_)
+            | Refusal::NotDelegated(_)
+            | Refusal::NotResident(_) => (Code::InvalidArgument, detail(ErrorCode::Refused)),
             Refusal::TooFewBlocks { .. }
             | Refusal::NotTested
-            | Refusal::NoSuchLane { .. }
             | Refusal::NoCommonLane
             | Refusal::NeedsMps { .. }
             | Refusal::NoResident
@@ -104,7 +105,6 @@ impl ToStatus for JoinError {
                 (Code::InvalidArgument, detail(ErrorCode::InvalidField))
             }
             JoinError::RankTaken(rank) => (Code::AlreadyExists, about(ErrorCode::RankTaken, *rank)),
-            JoinError::Plan(refusal) => refusal.parts(),
             JoinError::ArenaLimit { asked, limit, .. } => (
                 Code::ResourceExhausted,
                 amounts(ErrorCode::Limit, *asked, *limit),

@@ -6,6 +6,7 @@
 //! lines), then layered.
 
 use allreduce_contract::default_socket;
+use allreduce_contract::kernel::MAX_RING_BLOCKS;
 use allreduce_contract::lane::{MAX_STAGE_LEN_BYTES, MIN_STAGE_LEN_BYTES};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -426,6 +427,11 @@ impl Config {
             ("communicator.max_buffers", max_buffers),
             ("communicator.idle_timeout_ms", idle_timeout_ms),
             ("cuda.setup_timeout_ms", self.cuda.setup_timeout_ms),
+            ("cuda.resident_idle_us", self.cuda.resident_idle_us),
+            (
+                "cuda.resident_wake_poll_us",
+                self.cuda.resident_wake_poll_us,
+            ),
             ("shutdown.drain_timeout_ms", self.shutdown.drain_timeout_ms),
         ] {
             if value == 0 {
@@ -474,6 +480,15 @@ impl Config {
                     format!("{bytes} is not a multiple of 32 in 1024..=1073741824"),
                 );
             }
+        }
+        if self.cuda.resident_blocks > MAX_RING_BLOCKS {
+            refuse(
+                "cuda.resident_blocks",
+                format!(
+                    "{} is above {MAX_RING_BLOCKS}; 0 refuses lane resident",
+                    self.cuda.resident_blocks
+                ),
+            );
         }
         if self.host.reduce_threads > 256 {
             refuse(

@@ -393,6 +393,32 @@ fn joining_and_leaving_costs_no_memory_resident() {
     joining_and_leaving_costs_no_memory(Lane::Resident);
 }
 
+/// Calls that alternate between two streams, the one's result the other's source: each is ordered behind the one before.
+fn calls_from_two_streams_go_in_order(lane: Lane) {
+    let daemon = daemon(&[]);
+    let mut workers = start(&daemon, "streams", 2, lane);
+    for _ in 0..5 {
+        all_answer(&mut workers, "two-streams 40", "right");
+        all_answer(&mut workers, "check", "well");
+    }
+}
+
+#[test]
+fn calls_from_two_streams_go_in_order_delegated() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    calls_from_two_streams_go_in_order(Lane::Delegated);
+}
+
+#[test]
+fn calls_from_two_streams_go_in_order_resident() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    calls_from_two_streams_go_in_order(Lane::Resident);
+}
+
 /// The kernel that stays parks when it is idle or told to, and the next ring wakes it, whatever else goes on.
 #[test]
 fn a_parked_kernel_is_woken_by_a_ring() {

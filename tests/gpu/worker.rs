@@ -46,6 +46,31 @@ pub fn run_if_asked() {
                 }
                 Err(error) => say(&describe(&error)),
             },
+            // In place, so each call doubles what the one before has left.
+            (["two-streams", calls], Some(rank)) => {
+                let calls: i32 = calls.parse().unwrap();
+                let at = rank.scratch.ptr();
+                let first = &rank.streams[0];
+                let ones: Vec<u8> = (0..4096).flat_map(|_| 1.0_f32.to_le_bytes()).collect();
+                rank.upload(first, at, &ones);
+                first.synchronize().unwrap();
+                for call in 0..calls {
+                    let stream = &rank.streams[usize::from(call % 2 != 0)];
+                    let kind = (Dtype::F32, Op::Sum);
+                    rank.call(stream, [at, at], 4096, kind, AllReduceOptions::default())
+                        .unwrap();
+                }
+                for stream in &rank.streams {
+                    stream.synchronize().unwrap();
+                }
+                let sum = (asked.world_size as f32).powi(calls);
+                let found = rank.download(first, at, 4096 * 4);
+                let is_right = |bytes: &[u8]| bytes == sum.to_le_bytes();
+                say(match found.chunks(4).all(is_right) {
+                    true => "right",
+                    false => "wrong",
+                });
+            }
             (["arm"], Some(rank)) => {
                 rank.communicator.arm().unwrap();
                 say("done");

@@ -15,6 +15,7 @@
 mod graph;
 mod mpi;
 mod peer;
+mod plot;
 
 use crate::children::{ChildError, Children};
 use crate::cli::{Choice, parse_auto};
@@ -27,7 +28,7 @@ use allreduce_kernels::{ReduceError, measure};
 use graph::{GraphReport, GraphSpec};
 use peer::{CaseReport, PeerReport, PeerSpec, RankSpec};
 use serde::Serialize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -86,6 +87,9 @@ pub(crate) struct Arguments {
     /// Also measure echo with multi-thread runtimes: how the daemon's and the client's were chosen.
     #[arg(long)]
     runtimes: bool,
+    /// Also draws the rows into this file: latency over size, as SVG.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
     /// One JSON object instead of a table.
     #[arg(long)]
     json: bool,
@@ -164,6 +168,16 @@ struct Outcome {
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     match try_run(arguments) {
         Ok(outcome) => {
+            if let Some(file) = &arguments.plot {
+                let drawn = plot::svg(&outcome.rows).ok_or_else(|| "no row has a size".to_owned());
+                let written = drawn.and_then(|picture| {
+                    std::fs::write(file, picture).map_err(|error| error.to_string())
+                });
+                if let Err(reason) = written {
+                    eprintln!("allreduced: bench: {}: {reason}", file.display());
+                    return ExitCode::FAILURE;
+                }
+            }
             if arguments.json {
                 match serde_json::to_string(&outcome) {
                     Ok(line) => println!("{line}"),

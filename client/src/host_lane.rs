@@ -12,7 +12,7 @@
 //! stagings to its destination. Nothing else is waited for: a half of the staging is used again two uses later
 //! ([`protocol`](allreduce_contract::lane::protocol), "Parity").
 //!
-//! **Two shot, short** (all tensors in arenas, and no longer than a half of the staging). Each rank reduces its slice of the ranks'
+//! **Two shot, short** (all tensors in arenas and fit a half of the staging, where the plan finds waits dear). Each rank reduces its slice of the ranks'
 //! sources to its destination and to its staging, publishes its progress, and copies the other slices from its
 //! peers' stagings. Who has published reads nobody's source any more, and stagings are used in turns: when a rank has all
 //! slices it is through, and waits for nobody.
@@ -320,6 +320,12 @@ impl HostLane {
     /// Why the epoch is over, if the shared memory says that it is.
     fn abort(&self) -> Option<Abort> {
         self.board.words().abort().map(Abort::from_word)
+    }
+
+    /// Bytes of the longest two-shot reduction that gathers through the stagings.
+    fn short_max_bytes(&self) -> usize {
+        let planned = usize::try_from(self.geometry.short_max_bytes).unwrap_or(usize::MAX);
+        planned.min(self.stage_len_bytes)
     }
 
     fn me(&self) -> usize {
@@ -686,7 +692,7 @@ impl Running<'_> {
             .map_err(|error| refused(ErrorCode::Refused, refusal_text(&error), None))?;
         match algorithm {
             Algorithm::TwoShot => match self.direct(&calls, request)? {
-                Some((srcs, _)) if len_bytes <= lane.stage_len_bytes => {
+                Some((srcs, _)) if len_bytes <= lane.short_max_bytes() => {
                     self.two_shot_short(&reducer, request, &srcs, &calls)?;
                 }
                 Some((srcs, dsts)) => self.two_shot_direct(&reducer, request, &srcs, &dsts)?,

@@ -629,6 +629,9 @@ impl std::fmt::Display for Abort {
 pub struct Geometry {
     /// Tensors up to this many bytes are reduced in one shot.
     pub one_shot_max_bytes: u64,
+    /// Two-shot reductions up to this many bytes gather through the stagings, if they fit: a wait less, and a copy of the
+    /// slice more.
+    pub short_max_bytes: u64,
     /// Bytes of a block of a two-shot reduction.
     pub block_len_bytes: u64,
     /// Bytes of a half of the staging.
@@ -899,6 +902,7 @@ mod tests {
         let peer = PeerLane::open(&memory, IDENTITY, 4096).unwrap();
         let geometry = Geometry {
             one_shot_max_bytes: 0,
+            short_max_bytes: 0,
             block_len_bytes: 4096,
             stage_len_bytes: 4096,
             spin: Duration::ZERO,

@@ -13,9 +13,10 @@ use allreduce_client::{Algorithm, AllReduceError, AllReduceOptions, Dtype, Lane,
 use allreduce_contract::v1::ErrorCode;
 use harness::bits::{expected, hash, reduce_any, tensor};
 use harness::worker::Worker;
-use harness::{daemon, options, ranks, watchdog};
+use harness::{daemon, options, ranks, watchdog, watchdog_of};
 use std::path::Path;
 use std::sync::OnceLock;
+use std::time::Duration;
 
 /// Bytes read (all ranks' tensors) up to which the executor reduces on its own thread; as in its plan.
 const INLINE_MAX_BYTES: usize = 1 << 20;
@@ -148,7 +149,7 @@ fn conform_on(
 
 #[test]
 fn small_worlds_equal_the_reference() {
-    let _watchdog = watchdog();
+    let _watchdog = watchdog_of(Duration::from_secs(300));
     let daemon = daemon(&[]);
     for world_size in 1..=5 {
         conform(world_size, &cases(world_size), daemon.socket());
@@ -157,7 +158,7 @@ fn small_worlds_equal_the_reference() {
 
 #[test]
 fn large_worlds_equal_the_reference() {
-    let _watchdog = watchdog();
+    let _watchdog = watchdog_of(Duration::from_secs(300));
     let daemon = daemon(&[]);
     for world_size in [8, 16] {
         conform(world_size, &cases(world_size), daemon.socket());

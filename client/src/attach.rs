@@ -673,6 +673,7 @@ fn map_host_lane(
         .ok_or("Peers does not say how the lane works")?;
     let geometry = Geometry {
         one_shot_max_bytes: host.one_shot_max_bytes,
+        short_max_bytes: host.short_max_bytes,
         block_len_bytes: host.block_len_bytes,
         stage_len_bytes: host.stage_len_bytes,
         spin: Duration::from_nanos(host.spin_ns),

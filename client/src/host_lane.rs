@@ -12,6 +12,11 @@
 //! stagings to its destination. Nothing else is waited for: a half of the staging is used again two uses later
 //! ([`protocol`](allreduce_contract::lane::protocol), "Parity").
 //!
+//! **Two shot, short** (all tensors in arenas and fit a half of the staging, where the plan finds waits dear). Each rank reduces its slice of the ranks'
+//! sources to its destination and to its staging, publishes its progress, and copies the other slices from its
+//! peers' stagings. Who has published reads nobody's source any more, and stagings are used in turns: when a rank has all
+//! slices it is through, and waits for nobody.
+//!
 //! **Two shot, direct** (all tensors in arenas). Block by block, each rank reduces its slice of the ranks' sources to its
 //! own destination and publishes its progress; one block later it copies the other slices from its peers'
 //! destinations. In place is safe: of a source, slice s is read by rank s alone, and overwritten when that has
@@ -315,6 +320,12 @@ impl HostLane {
     /// Why the epoch is over, if the shared memory says that it is.
     fn abort(&self) -> Option<Abort> {
         self.board.words().abort().map(Abort::from_word)
+    }
+
+    /// Bytes of the longest two-shot reduction that gathers through the stagings.
+    fn short_max_bytes(&self) -> usize {
+        let planned = usize::try_from(self.geometry.short_max_bytes).unwrap_or(usize::MAX);
+        planned.min(self.stage_len_bytes)
     }
 
     fn me(&self) -> usize {
@@ -681,6 +692,9 @@ impl Running<'_> {
             .map_err(|error| refused(ErrorCode::Refused, refusal_text(&error), None))?;
         match algorithm {
             Algorithm::TwoShot => match self.direct(&calls, request)? {
+                Some((srcs, _)) if len_bytes <= lane.short_max_bytes() => {
+                    self.two_shot_short(&reducer, request, &srcs, &calls)?;
+                }
                 Some((srcs, dsts)) => self.two_shot_direct(&reducer, request, &srcs, &dsts)?,
                 None => self.two_shot_staged(&reducer, request, &calls)?,
             },
@@ -732,25 +746,30 @@ impl Running<'_> {
         self.lane.stagings.store(half + 1, Ordering::Relaxed);
     }
 
-    /// Reduces `elems` of what `srcs` point to, to the same place of `dst`.
+    /// Reduces `elems` of what `srcs` point to, to the same place of each of `dsts`, one or two.
     fn reduce(
         &self,
         reducer: &Reducer,
         srcs: &Pointers,
-        dst: *mut u8,
+        dsts: &[*mut u8],
         elems: Range<usize>,
     ) -> Result<(), Stop> {
         if elems.is_empty() {
             return Ok(());
         }
         let skip = elems.start * reducer.dtype().size_bytes();
-        let (srcs, dst) = (srcs.skip(skip), dst.wrapping_add(skip));
+        let srcs = srcs.skip(skip);
+        let mut at = [std::ptr::null_mut(); 2];
+        for (at, dst) in at.iter_mut().zip(dsts) {
+            *at = dst.wrapping_add(skip);
+        }
+        let dsts = at.get(..dsts.len()).unwrap_or_default();
         // SAFETY: the elements lie inside every source (peers' places were checked in `direct`; stagings hold a part of
-        // at most their length) and inside the destination, which is this call's own or a part of the own staging that
-        // nobody else writes or reads now. Offsets are multiples of the element size (checked, or ours). The
-        // destination is the own source or apart from every other: peers' memory is other memory. Peers that break
-        // the protocol may write meanwhile, which the reducer allows.
-        let done = unsafe { reducer.run(srcs.as_slice(), &[dst], elems.len()) };
+        // at most their length) and inside each destination, which is this call's own or a part of the own staging that
+        // nobody else writes or reads now. Offsets are multiples of the element size (checked, or ours). Each
+        // destination is the own source or apart from every source and from the other: peers' memory is other memory,
+        // and so is the staging. Peers that break the protocol may write meanwhile, which the reducer allows.
+        let done = unsafe { reducer.run(srcs.as_slice(), dsts, elems.len()) };
         done.map_err(|_| self.abort(AbortCause::Failed, bit(self.lane.me())))
     }
 
@@ -783,7 +802,7 @@ impl Running<'_> {
             }
             let srcs = lane.stages(calls, uses);
             let dst = request.dst.start.as_ptr().wrapping_add(part.start);
-            self.reduce(reducer, &srcs, dst, 0..part.len() / elem_bytes)?;
+            self.reduce(reducer, &srcs, &[dst], 0..part.len() / elem_bytes)?;
             start = part.end;
             if start == len_bytes {
                 break;
@@ -832,6 +851,34 @@ impl Running<'_> {
         block.start + slice.start..block.start + slice.end
     }
 
+    fn two_shot_short(
+        &self,
+        reducer: &Reducer,
+        request: &Request,
+        srcs: &Pointers,
+        calls: &Calls,
+    ) -> Result<(), Stop> {
+        let lane = self.lane;
+        let dtype = reducer.dtype();
+        let elem_bytes = dtype.size_bytes();
+        let elems = 0..request.len_bytes() / elem_bytes;
+        let own_dst = request.dst.start.as_ptr();
+        let half = lane.stagings.load(Ordering::Relaxed);
+        let own_stage = lane.own.stage(half).as_ptr();
+        let slice = self.slice(dtype, &elems, lane.me());
+        self.reduce(reducer, srcs, &[own_dst, own_stage], slice)?;
+        lane.stagings.store(half + 1, Ordering::Relaxed);
+        self.publish(1);
+        let stages = lane.stages(calls, 0);
+        for (rank, peer) in lane.others() {
+            self.wait_step(rank, peer, 1)?;
+            let slice = self.slice(dtype, &elems, rank);
+            let bytes = slice.start * elem_bytes..slice.end * elem_bytes;
+            Self::copy(stages.of(rank), own_dst, bytes);
+        }
+        Ok(())
+    }
+
     fn two_shot_direct(
         &self,
         reducer: &Reducer,
@@ -856,7 +903,7 @@ impl Running<'_> {
         for index in 0..=blocks {
             if index < blocks {
                 let slice = self.slice(dtype, &block(index), lane.me());
-                self.reduce(reducer, srcs, own_dst, slice)?;
+                self.reduce(reducer, srcs, &[own_dst], slice)?;
                 self.publish(index as u64 + 1);
             }
             let Some(before) = index.checked_sub(1) else {
@@ -899,7 +946,7 @@ impl Running<'_> {
             self.reduce(
                 reducer,
                 &stages,
-                own_stage,
+                &[own_stage],
                 self.slice(dtype, &elems, lane.me()),
             )?;
             step += 1;

@@ -308,6 +308,11 @@ pub(crate) fn lane_geometry(
     let yielding = budget.saturating_sub(spin);
     Geometry {
         one_shot_max_bytes: host.lane_stage_bytes.min(16 << 10),
+        // Where waiting is dear: a rank that waits for another gives its processor up.
+        short_max_bytes: match parties <= processors {
+            true => 0,
+            false => host.lane_stage_bytes,
+        },
         block_len_bytes: 512 << 10,
         stage_len_bytes: host.lane_stage_bytes,
         spin,

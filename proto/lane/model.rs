@@ -191,8 +191,9 @@ fn faulty_model(name: &str) {
         "one shot, one half" => check(2, one_shot::<NOTHING>(3, 1)),
         "one shot, no fences" => check(2, one_shot::<NO_FENCES>(2, 2)),
         "one shot, no release" => check(2, one_shot::<NO_RELEASE>(2, 2)),
-        "two shot, no end" => check(2, two_shot::<NOTHING>(false)),
-        "two shot, no release" => check(2, two_shot::<NO_RELEASE>(true)),
+        "two shot, no end" => check(2, two_shot::<NOTHING>(Way::NoEnd)),
+        "two shot, no release" => check(2, two_shot::<NO_RELEASE>(Way::Direct)),
+        "short, no release" => check(2, two_shot::<NO_RELEASE>(Way::Short)),
         "abort, no fences" => check(3, abort_wakes::<NO_FENCES>()),
         "void, no fences" => check(3, void_calls::<NO_FENCES>()),
         "resident, no fences" => check(3, resident::<NO_FENCES>()),
@@ -294,6 +295,19 @@ struct TwoShot<const FAULT: u8> {
     lanes: [RankWords<Model<FAULT>>; 2],
     /// By rank: two slices of a tensor, reduced in place.
     tensors: [[Tensor; 2]; 2],
+    /// By rank: its slice, where results go through the staging.
+    stagings: [Tensor; 2],
+}
+
+/// Where peers find a rank's slice, and whether all wait at the end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// In its tensor; all wait.
+    Direct,
+    /// In its tensor; nobody waits. Wrong.
+    NoEnd,
+    /// In its staging; nobody waits.
+    Short,
 }
 
 impl<const FAULT: u8> TwoShot<FAULT> {
@@ -303,6 +317,7 @@ impl<const FAULT: u8> TwoShot<FAULT> {
             board: board(),
             lanes: [lane(), lane()],
             tensors: [tensor(), tensor()],
+            stagings: [Tensor::new(0), Tensor::new(0)],
         }
     }
 
@@ -315,7 +330,7 @@ impl<const FAULT: u8> TwoShot<FAULT> {
     }
 
     #[allow(clippy::indexing_slicing)]
-    fn run(&self, rank: usize, waits_at_the_end: bool) {
+    fn run(&self, rank: usize, way: Way) {
         let peer = 1 - rank;
         self.lanes[rank].publish(&entry(1, 0));
         self.board.ring([peer]);
@@ -325,15 +340,21 @@ impl<const FAULT: u8> TwoShot<FAULT> {
         let theirs = self.tensors[peer][rank].get();
         let own = self.tensors[rank][rank].get();
         self.tensors[rank][rank].set(own + theirs);
+        if way == Way::Short {
+            self.stagings[rank].set(own + theirs);
+        }
         self.lanes[rank].set_progress(1);
         self.board.ring([peer]);
         self.wait_step(rank, peer, 1);
-        let reduced = self.tensors[peer][peer].get();
+        let reduced = match way {
+            Way::Direct | Way::NoEnd => self.tensors[peer][peer].get(),
+            Way::Short => self.stagings[peer].get(),
+        };
         assert_eq!(reduced, 2);
         self.tensors[rank][peer].set(reduced);
         self.lanes[rank].set_progress(2);
         self.board.ring([peer]);
-        if waits_at_the_end {
+        if way == Way::Direct {
             self.wait_step(rank, peer, 2);
         }
         // Back with its caller.
@@ -343,19 +364,21 @@ impl<const FAULT: u8> TwoShot<FAULT> {
     }
 }
 
-fn two_shot<const FAULT: u8>(waits_at_the_end: bool) -> impl Fn() + Sync + Send {
+fn two_shot<const FAULT: u8>(way: Way) -> impl Fn() + Sync + Send {
     move || {
         let shared = Arc::new(TwoShot::<FAULT>::new());
         let other = Arc::clone(&shared);
-        let peer = loom::thread::spawn(move || other.run(1, waits_at_the_end));
-        shared.run(0, waits_at_the_end);
+        let peer = loom::thread::spawn(move || other.run(1, way));
+        shared.run(0, way);
         let _ = peer.join();
     }
 }
 
 #[test]
 fn two_shot_gives_tensors_back_when_all_are_through() {
-    check(2, two_shot::<NOTHING>(true));
+    check(2, two_shot::<NOTHING>(Way::Direct));
+    check(2, two_shot::<NOTHING>(Way::Short));
+    assert!(is_found_wrong("short, no release"));
     assert!(is_found_wrong("two shot, no end"));
     assert!(is_found_wrong("two shot, no release"));
 }

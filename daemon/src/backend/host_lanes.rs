@@ -149,6 +149,7 @@ mod tests {
     fn what_every_rank_has_counted_counts() {
         let geometry = Geometry {
             one_shot_max_bytes: 0,
+            short_max_bytes: 0,
             block_len_bytes: 4096,
             stage_len_bytes: 4096,
             spin: Duration::ZERO,

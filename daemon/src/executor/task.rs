@@ -1755,6 +1755,7 @@ impl Task {
         let message = HostLane {
             board_len_bytes: lanes.board_len_bytes(),
             one_shot_max_bytes: geometry.one_shot_max_bytes,
+            short_max_bytes: geometry.short_max_bytes,
             block_len_bytes: geometry.block_len_bytes,
             stage_len_bytes: geometry.stage_len_bytes,
             spin_ns: ns(geometry.spin),

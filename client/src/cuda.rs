@@ -3,7 +3,7 @@
 //! Owns the rank's mapping of its arena, the table from addresses to buffers, and for each stream the
 //! flags by which it and the executor's wait for each other. Workers call it through [`Communicator`]; membership calls it to
 //! map and unmap the window. Refuses to give slices (addresses are the GPU's), to synchronise the host with
-//! the GPU, and to be captured into a graph (lane `rpc` has the executor launch).
+//! the GPU, and, on lane `rpc`, where the executor launches, to be captured into a graph.
 //!
 //! Contexts are the devices' primary ones, which PyTorch and the CUDA runtime use too.
 //!
@@ -794,7 +794,14 @@ impl Communicator {
 
     /// Reduces `num_elems` elements at `src` over all ranks into `dst`, in the order of `stream`: after what
     /// was enqueued before, and before what is enqueued after this has returned Ok. `dst` is `src` for in
-    /// place; else the two must not overlap. Each must lie in one buffer of this communicator.
+    /// place; else the two must not overlap. On lane `rpc` each must lie in one buffer of this communicator; on
+    /// `delegated` and `resident` they may be anywhere on the device (`resident` copies what is neither in the arena nor
+    /// registered).
+    ///
+    /// On lanes `delegated` and `resident` this launches and returns: it does not wait for the other ranks, a stream may be
+    /// captured, and [`AllReduceOptions::timeout`] does not apply (the daemon's default does). Calls go in order, whatever
+    /// their streams, but a graph's are where it is launched: two graphs of one communicator must not run at the same time,
+    /// nor one beside other calls. All ranks must make, and replay, the same calls in the same order.
     ///
     /// Ok means **enqueued, not done**: the host is not synchronised with the GPU. In the order of the
     /// stream, `src` may be overwritten and `dst` read as soon as this returns. It returns when every rank has
@@ -814,7 +821,9 @@ impl Communicator {
     /// # Safety
     /// - `stream` is a live stream of the device's primary context ([`Self::device`]), or null, until this
     ///   has returned or the future is dropped; meanwhile it is neither captured nor closed
-    ///   ([`Self::close_stream`]).
+    ///   ([`Self::close_stream`]). On lanes `delegated` and `resident` it is live until it is closed, or the
+    ///   communicator has been left.
+    /// - On those lanes, no replay is enqueued or under way while this rank joins the same communicator again.
     /// - Until the reduction is done, nothing but work ordered with it on the stream touches `src` or `dst`.
     ///
     /// # Errors

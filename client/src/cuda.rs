@@ -804,7 +804,7 @@ impl Communicator {
     /// nor one beside other calls. All ranks must make, and replay, the same calls in the same order.
     ///
     /// Ok means **enqueued, not done**: the host is not synchronised with the GPU. In the order of the
-    /// stream, `src` may be overwritten and `dst` read as soon as this returns. It returns when every rank has
+    /// stream, `src` may be overwritten and `dst` read as soon as this returns. On lane `rpc` it returns when every rank has
     /// made the call, within the timeout. Once 64 reductions are enqueued and not done, the call waits for the
     /// oldest first.
     ///

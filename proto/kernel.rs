@@ -346,6 +346,9 @@ pub struct ResidentState {
     pub buffers: [RingBuffer; MAX_RING_BUFFERS],
 }
 
+/// In [`ResidentState::stop`]: every launch ends, whatever peers do.
+pub const STOP_ALL: u32 = u32::MAX;
+
 /// `ResidentRank` of abi.h.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]

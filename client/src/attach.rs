@@ -497,6 +497,8 @@ impl Member<'_> {
                         if let Some(window) = &window {
                             window.close().await;
                         }
+                        // One that is being opened has seen that it is closed.
+                        while opening.join_next().await.is_some() {}
                         send(FromRank::Leave(Leave {}));
                         drop(outbound);
                         let closed = async { while let Ok(Some(_)) = inbound.message().await {} };

@@ -752,7 +752,7 @@ impl Communicator {
         let registered = tokio::spawn(async move {
             let answer = bounded(buffers.register(request)).await;
             let answer = answer.map_err(|status| buffer_error(&status))?.into_inner();
-            if let (Some(lane), Some(number)) = (window.lane.get(), number) {
+            if let Some(lane) = window.lane.get() {
                 lane.set_registered(allocation.start, allocation.len_bytes, number);
             }
             let buffer = pending.enter(answer.buffer_id, true);

@@ -49,6 +49,8 @@ const TEST_SHAPE: Shape = Shape {
 const RING_LIMIT: Duration = Duration::from_micros(130);
 /// Rings that are timed.
 const RINGS: u32 = 32;
+/// Room for a status word.
+const STATUS_LEN_BYTES: u64 = 256;
 /// Kinds of calls whose plan is remembered.
 const MAX_PLANS: usize = 4096;
 
@@ -56,6 +58,8 @@ const MAX_PLANS: usize = 4096;
 #[derive(Debug)]
 struct Anchor {
     memory: DeviceMemory,
+    /// Held while a lane is opened and tried.
+    opening: Mutex<()>,
     /// Lane `resident`: where tensors are copied to, and from: captured copies name it.
     staging: Mutex<Option<Arc<Staging>>>,
     /// The session whose epoch it is in, 0 for none.
@@ -150,6 +154,7 @@ fn anchor(context: &Arc<Context>, communicator: &str, rank: u32) -> Result<Arc<A
     }
     let anchor = Arc::new(Anchor {
         memory: DeviceMemory::allocate(context, CONTROL_BLOCK_BYTES)?,
+        opening: Mutex::new(()),
         staging: Mutex::default(),
         owner: Mutex::new(0),
     });
@@ -237,6 +242,17 @@ pub(crate) struct Opener<'a> {
     pub(crate) session: u64,
     /// The rank's arena: where it starts in this process, and its length.
     pub(crate) arena: (u64, u64),
+}
+
+/// What a lane is tried with, once it is open.
+struct Trial {
+    stream: Stream,
+    /// Where kernels put their status meanwhile.
+    status: DeviceMemory,
+    /// Where they are to put it then.
+    settled: u64,
+    world_size: WorldSize,
+    layout: CudaWindows,
 }
 
 /// What is mapped while the epoch lasts.
@@ -359,11 +375,19 @@ impl Lane {
         peers: &Peers,
         image: &[u8],
     ) -> Result<(), String> {
+        let anchor =
+            anchor(context, opener.communicator, opener.rank).map_err(|error| error.to_string())?;
+        // One at a time: the control block is the process's.
+        let _opening = locked(&anchor.opening);
         // SAFETY: the window drops its lane before its control page.
-        let lane = unsafe { Self::open(context, opener, &window.control, peers, image) }?;
-        // Peers comes once.
-        let _ = window.lane.set(lane);
-        Ok(())
+        let (lane, trial) = unsafe { Self::open(context, opener, &window.control, peers, image) }?;
+        // Before it is tried, so that leaving ends the trial. Peers comes once.
+        let lane = window.lane.get_or_init(|| lane);
+        let tried = lane.try_out(&trial);
+        if tried.is_err() {
+            lane.close();
+        }
+        tried
     }
 
     /// Maps every rank's window, begins the epoch in the control block, and reduces with the other ranks, to see that
@@ -380,7 +404,7 @@ impl Lane {
         control: &Control,
         peers: &Peers,
         image: &[u8],
-    ) -> Result<Self, String> {
+    ) -> Result<(Self, Trial), String> {
         let text = |error: CudaError| error.to_string();
         let _relaxed = Relaxed::begin().map_err(text)?;
         let layout = peers.cuda.ok_or("Peers names no layout of the windows")?;
@@ -459,17 +483,33 @@ impl Lane {
             event: Event::create(context).map_err(text)?,
         };
         let stream = Stream::create(context).map_err(text)?;
-        lane.begin_epoch(&stream, &regions, peers, &windows, &page)
+        // In the place of the status word while the lane is tried: what fails then is no failure of the epoch's.
+        let status = DeviceMemory::allocate(context, STATUS_LEN_BYTES).map_err(text)?;
+        lane.begin_epoch(&stream, &regions, peers, &windows, (&page, &status))
             .map_err(text)?;
+        let settled = page.status();
         *locked(&lane.opened) = Some(Opened {
             window: own,
             _others: windows.into_values().collect(),
             _seat: seat,
             _page: page,
         });
-        lane.test(&stream, world_size, control)?;
-        lane.set_timeout(&stream, &layout).map_err(text)?;
-        Ok(lane)
+        let trial = Trial {
+            stream,
+            status,
+            settled,
+            world_size,
+            layout,
+        };
+        Ok((lane, trial))
+    }
+
+    /// Reduces with the other ranks, which may still be opening theirs.
+    fn try_out(&self, trial: &Trial) -> Result<(), String> {
+        let _relaxed = Relaxed::begin().map_err(|error| error.to_string())?;
+        self.test(&trial.stream, trial.world_size, &trial.status)?;
+        self.settle(&trial.stream, &trial.layout, trial.settled)
+            .map_err(|error| error.to_string())
     }
 
     /// Rewrites the control block: no call is in flight (joining again is documented to need that).
@@ -479,7 +519,7 @@ impl Lane {
         regions: &Regions,
         peers: &Peers,
         windows: &BTreeMap<u32, Arc<ImportedMemory>>,
-        page: &RegisteredPage,
+        (page, status): (&RegisteredPage, &DeviceMemory),
     ) -> Result<(), CudaError> {
         let mut block = ControlBlock {
             abi_version: KERNEL_ABI_VERSION,
@@ -488,7 +528,7 @@ impl Lane {
             // The kernels keep 32 bits, abort words 24: enough to tell neighbours apart.
             epoch: peers.epoch as u32,
             timeout_ns: nanos(TEST_TIMEOUT),
-            status: page.status(),
+            status: status.start(),
             wake: page.wake(),
             push_offset: regions.push_offset(),
             push_slot_bytes: regions.push_slot_bytes,
@@ -510,6 +550,7 @@ impl Lane {
                 (&raw const block).cast::<u8>(),
                 size_of::<ControlBlock>(),
             );
+            stream.fill(status.start(), 0, STATUS_LEN_BYTES)?;
             stream.fill(start, 0, CONTROL_BLOCK_BYTES)?;
             stream.upload(start, bytes)?;
         }
@@ -518,11 +559,17 @@ impl Lane {
         Ok(())
     }
 
-    fn set_timeout(&self, stream: &Stream, layout: &CudaWindows) -> Result<(), CudaError> {
+    /// The lane works: from now on with the epoch's deadline and the page's status word.
+    fn settle(&self, stream: &Stream, layout: &CudaWindows, status: u64) -> Result<(), CudaError> {
         let timeout = Duration::from_millis(u64::from(layout.timeout_ms));
+        let words = [nanos(timeout), status].map(u64::to_le_bytes);
+        const {
+            let timeout = offset_of!(ControlBlock, timeout_ns);
+            assert!(offset_of!(ControlBlock, status) == timeout + 8);
+        }
         let at = self.anchor.memory.start() + offset_of!(ControlBlock, timeout_ns) as u64;
-        // SAFETY: the word is inside the control block; a kernel that reads it meanwhile finds the old or the new.
-        unsafe { stream.upload(at, &nanos(timeout).to_le_bytes()) }?;
+        // SAFETY: the words are inside the control block; no kernel is under way.
+        unsafe { stream.upload(at, words.as_flattened()) }?;
         stream.synchronize()
     }
 
@@ -531,7 +578,7 @@ impl Lane {
         &self,
         stream: &Stream,
         world_size: WorldSize,
-        control: &Control,
+        status: &DeviceMemory,
     ) -> Result<(), String> {
         let text = |error: CudaError| error.to_string();
         // Small integers: exact in any order.
@@ -589,7 +636,10 @@ impl Lane {
                 stream.download(dst, &mut found).map_err(text)?;
             }
             stream.synchronize().map_err(text)?;
-            if let Some(abort) = control.status() {
+            let mut word = [0; 8];
+            // SAFETY: the word is in the memory; the kernels that write it are done.
+            unsafe { stream.download(status.start(), &mut word) }.map_err(text)?;
+            if let Some(abort) = Abort::from_word(u64::from_le_bytes(word)) {
                 return Err(format!("the test with {algorithm}: {abort}"));
             }
             if found != expected {
@@ -680,10 +730,10 @@ impl Lane {
         // SAFETY: the caller's; earlier streams live until they are closed (all_reduce_on says so).
         let captured = unsafe { self.order(&mut last, stream) }.map_err(AllReduceError::Cuda)?;
         if let Way::Resident(bell) = self.way {
-            // SAFETY: the caller's.
-            unsafe { self.ring(&entered, stream, tensors, plan, &bell) }?;
+            // Before it is tried: a part of it may be enqueued when the rest cannot be.
             *last = LastUse::Stream { stream, captured };
-            return Ok(());
+            // SAFETY: the caller's.
+            return unsafe { self.ring(&entered, stream, tensors, plan, &bell) };
         }
         let mut first = 0;
         loop {
@@ -723,8 +773,14 @@ impl Lane {
     }
 
     /// A memory of the worker's that the executor has mapped: commands may name it, by this number.
-    pub(crate) fn set_registered(&self, start: u64, len_bytes: u64, number: u8) {
-        locked(&self.registered).insert(start, (len_bytes, number));
+    /// Without one, it is copied like others. What was registered there before is gone.
+    pub(crate) fn set_registered(&self, start: u64, len_bytes: u64, number: Option<u8>) {
+        let mut registered = locked(&self.registered);
+        let end = start.saturating_add(len_bytes);
+        registered.retain(|other, (has, _)| *other >= end || other.saturating_add(*has) <= start);
+        if let Some(number) = number {
+            registered.insert(start, (len_bytes, number));
+        }
     }
 
     /// How a command names a tensor, if it is where the executor's kernel can reach it.

@@ -500,6 +500,8 @@ pub(crate) struct LaneChoice {
     pub lane: Lane,
     /// Why, for people.
     pub reason: String,
+    /// Whether a rank has asked for it: then no other takes its place.
+    pub is_asked: bool,
 }
 
 /// The lanes that `auto` looks at, best first, and why the first is.
@@ -547,7 +549,12 @@ pub(crate) fn choose_lane(
                     ([], None) => best.to_owned(),
                     ([..], _) => format!("{who}; {}", better.join("; ")),
                 };
-                return Ok(LaneChoice { lane, reason });
+                let is_asked = asked.is_some();
+                return Ok(LaneChoice {
+                    lane,
+                    reason,
+                    is_asked,
+                });
             }
             Err(why) => refused.push((lane, why)),
         }

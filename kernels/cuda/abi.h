@@ -82,6 +82,8 @@ constexpr u32 CALL_DIRECT = 1u << 0;
 // captured call survives re-forming, which moves the arena.
 constexpr u32 CALL_SRC_IN_ARENA = 1u << 1;
 constexpr u32 CALL_DST_IN_ARENA = 1u << 2;
+// A call of the resident kernel: if it fails, who has rung fills the output, once every block has said so.
+constexpr u32 CALL_RUNG = 1u << 3;
 
 // One rank's part of one all-reduce. The last four words follow from the others and the launch shape;
 // the host computes them (make_call), because what a kernel runs before its first load is its slowest code.
@@ -250,13 +252,15 @@ struct RingBuffer {
 // What a rank's blocks of resident kernels leave for the next, and what the executor tells them. The executor's alone.
 struct ResidentState {
     u32 exited[MAX_RING_BLOCKS];  // by block: the last launch of which it has ended
-    u32 stop;                     // launches up to this one end as soon as no command is there
+    u32 stop;                     // launches up to this one end as soon as no command is there; STOP_ALL: whatever peers do
     u32 reserved[31];
     RingBuffer buffers[MAX_RING_BUFFERS];
 };
 static_assert(sizeof(ResidentState) == 1280, "ABI");
 static_assert(AR_OFFSETOF(ResidentState, stop) == 128, "ABI");
 static_assert(AR_OFFSETOF(ResidentState, buffers) == 256, "ABI");
+
+constexpr u32 STOP_ALL = 0xffffffffu;
 
 struct ResidentRank {
     u64 control;  // of the executor

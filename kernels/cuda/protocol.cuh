@@ -358,14 +358,15 @@ AR_DEV void check_abort(Block& b) {
 // finished or failed; then one block fills the whole output with NaN.
 // SYNC: finished
 template <class T>
-AR_DEV_COLD void abandon_call(u64 control, u32 lane, BlockState next, u64 dest, u64 num_elems, u32 num_packs) {
+AR_DEV_COLD void abandon_call(u64 control, u32 lane, BlockState next, u64 dest, u64 num_elems, u32 num_packs, bool rung) {
     if (block_x() == 0) {  // as advance_absent_blocks, which a call that fails early has not reached
         for (u32 block = grid_x() + lane; block < MAX_BLOCKS; block += SERVICE_THREADS) store_state(control, block, next);
         if (lane == 0) st_weak_u32(control + AR_OFFSETOF(Control, abandoned) + 4 * ((next.sequence + 1) & 1), 0);
     }
+    if (lane == 0) store_state(control, block_x(), next);
+    if (rung) return;  // CALL_RUNG: who has rung waits for every block, and fills
     bool fill = false;
     if (lane == 0) {
-        store_state(control, block_x(), next);
         const u64 start = now_ns(), timeout_ns = ld_weak_u64(control + AR_OFFSETOF(Control, timeout_ns));
         for (u32 block = 0; block < grid_x(); block++) {
             const u64 a = control + AR_OFFSETOF(Control, blocks) + block * sizeof(BlockState);
@@ -394,7 +395,7 @@ AR_DEV u64 output_address(const Block& b) {
 }
 template <class T>
 AR_DEV void abandon(Block& b) {
-    if (b.service) abandon_call<T>(b.control, b.lane, next_state(b), output_address(b), b.call->num_elems, b.call->num_packs);
+    if (b.service) abandon_call<T>(b.control, b.lane, next_state(b), output_address(b), b.call->num_elems, b.call->num_packs, (b.call->flags & CALL_RUNG) != 0);
 }
 
 // End of a call, behind a barrier that follows the block's last access.

@@ -68,7 +68,7 @@ AR_DEV u32 decode(Bell& bell, u64 control, u64 state, u32 blocks, u32 threads) {
     const bool good = dtype <= DTYPE_BF16 && op <= OP_MAX && src != 0 && dst != 0 && apart && len_bytes <= bell.capacity_bytes;
     if (AR_UNLIKELY(!good)) return BELL_REFUSE;
     bell.dtype = dtype;
-    bell.call = make_call(control, src, dst, num_elems, elem_bytes, op, 0, blocks, threads);
+    bell.call = make_call(control, src, dst, num_elems, elem_bytes, op, CALL_RUNG, blocks, threads);
     return BELL_REDUCE;
 }
 // A service thread: ends the epoch on every rank instead of the call, which it counts.
@@ -93,7 +93,7 @@ AR_DEV bool peers_wait(u64 control, u64 window, u32 sequence, u32 lane) {
 AR_DEV bool await_bell(Bell* bell, const ResidentLaunch& launch, u64 control, u64 window, u64 state, u32 sequence, u32 lane) {
     const u64 ring = window + RING_OFFSET;
     const u64 parked = ring + AR_OFFSETOF(Ring, parked) + 4 * block_x();
-    u64 idle_since = 0;
+    u64 idle_since = 0, peer_since = 0;
     u32 polls = 0;
     bool ends = false;
     while (true) {
@@ -111,16 +111,20 @@ AR_DEV bool await_bell(Bell* bell, const ResidentLaunch& launch, u64 control, u6
         if (ends) return false;
         pause();
         if (AR_LIKELY((polls++ & (IDLE_LOOK_EVERY - 1)) != IDLE_LOOK_EVERY - 1)) continue;
-        const bool over = ld_relaxed_u64(window + AR_OFFSETOF(Signal, abort)) != 0;  // SYNC: abort
+        const u32 stop = ld_relaxed_u32(state + AR_OFFSETOF(ResidentState, stop));
+        const u64 now = now_ns();
+        // SYNC: abort. The rank can write its window; the executor's word, and the deadline, end this all the same.
+        const bool over = service_any(stop == STOP_ALL || ld_relaxed_u64(window + AR_OFFSETOF(Signal, abort)) != 0);
         if (!over && peers_wait(control, window, sequence, lane)) {
-            idle_since = 0;
-            continue;
+            if (peer_since == 0) peer_since = now;
+            if (!service_any(now - peer_since > ld_weak_u64(control + AR_OFFSETOF(Control, timeout_ns)))) {
+                idle_since = 0;
+                continue;
+            }
         }
         bool done = false;
         if (lane == 0) {
-            const u64 now = now_ns();
             if (idle_since == 0) idle_since = now;
-            const u32 stop = ld_relaxed_u32(state + AR_OFFSETOF(ResidentState, stop));
             done = now - idle_since > launch.idle_ns || stop >= launch.launch;
         }
         if (!service_any(done)) continue;
@@ -272,6 +276,7 @@ AR_DEV void ring(const RingLaunch& launch) {
         pause();
         polls++;
         if (AR_UNLIKELY(polls == WAKE_POLLS)) {
+            service_sync();  // every lane's part of the bell, before each lane's fence
             // SYNC: parked. Looked at after ringing: a block that was about to end has seen the bell, or is seen here.
             bell_fence();
             u32 parked = 0;

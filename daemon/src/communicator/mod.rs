@@ -168,6 +168,8 @@ pub(crate) enum Effect<T> {
         epoch: u64,
         lane: Lane,
     },
+    /// Nothing comes of the lane of [`Effect::Share`]: who still tries it is to give up.
+    Unshare { epoch: u64 },
     /// The executor touches no buffer of this session's sequences up to this one any more.
     Done { session: u64, sequence: u64 },
     /// Every rank has joined: tell these sessions.
@@ -538,10 +540,8 @@ impl<T> Communicator<T> {
             return;
         }
         if let Some(error) = error {
-            return self.end_epoch(EndCause::Ineligible {
-                ranks: vec![rank],
-                reason: format!("rank {rank} cannot use lane {}: {error}", lane.lane),
-            });
+            let reason = format!("rank {rank} cannot use lane {}: {error}", lane.lane);
+            return self.sharing_failed(vec![rank], reason);
         }
         found.shared = true;
         let mut members = self.members.iter().flatten();
@@ -553,9 +553,26 @@ impl<T> Communicator<T> {
     /// There is no memory that the ranks of `epoch` could share.
     pub(crate) fn cannot_share(&mut self, epoch: u64, reason: String) {
         if epoch == self.epoch && matches!(self.phase, Phase::Sharing { .. }) {
-            let ranks = Vec::new();
-            self.end_epoch(EndCause::Ineligible { ranks, reason });
+            self.sharing_failed(Vec::new(), reason);
         }
+    }
+
+    /// The lane cannot be had after all. One that was asked for refuses every rank; where nobody asked, the ranks go on
+    /// with lane rpc, and are told why.
+    fn sharing_failed(&mut self, ranks: Vec<Rank>, reason: String) {
+        let Phase::Sharing { lane, .. } = &self.phase else {
+            return;
+        };
+        if lane.is_asked {
+            return self.end_epoch(EndCause::Ineligible { ranks, reason });
+        }
+        tracing::warn!(reason, "lane rpc in the place of {}", lane.lane);
+        self.effects.push(Effect::Unshare { epoch: self.epoch });
+        self.become_ready(LaneChoice {
+            lane: Lane::Rpc,
+            reason: format!("auto; {reason}"),
+            is_asked: false,
+        });
     }
 
     /// The lane of `epoch` does not go on.

@@ -176,6 +176,73 @@ fn on_cuda_nobody_is_ready_before_the_test() {
     assert!(ends.len() == 2 && ends.iter().all(is_gpu), "{ends:?}");
 }
 
+/// A rank that cannot map its peers' memory refuses every rank only if somebody asked for the lane.
+#[test]
+fn a_lane_that_nobody_asked_for_gives_way_to_rpc() {
+    for asked in [false, true] {
+        let settings = Settings {
+            backend: Backend::Cuda,
+            ..settings(2)
+        };
+        let mut communicator = Communicator::<u32>::new(settings);
+        let ranks = communicator.settings.world_size.ranks();
+        let sessions: Vec<u64> = ranks
+            .map(|rank| {
+                let lanes = match asked && rank.get() == 0 {
+                    true => vec![Lane::Delegated],
+                    false => Vec::new(),
+                };
+                let joining = Joining {
+                    lanes,
+                    ..joining(rank)
+                };
+                communicator.join(joining, Instant::now()).unwrap().0
+            })
+            .collect();
+        for session in &sessions {
+            communicator.mapped(*session, None);
+        }
+        communicator.tested(1, Ok(GPUS));
+        let is_share = |effect: &Effect<u32>| {
+            matches!(
+                effect,
+                Effect::Share {
+                    lane: Lane::Delegated,
+                    ..
+                }
+            )
+        };
+        assert!(communicator.take_effects().iter().any(is_share));
+        communicator.shared(sessions[0], None);
+        assert!(communicator.take_effects().is_empty());
+        communicator.shared(sessions[1], Some("no peer access".to_owned()));
+        let effects = communicator.take_effects();
+        if asked {
+            let is_refusal = |effect: &Effect<u32>| {
+                matches!(effect, Effect::Ended { end, .. }
+                    if matches!(end.cause, EndCause::Ineligible { .. }))
+            };
+            assert_eq!(
+                effects.iter().filter(|effect| is_refusal(effect)).count(),
+                2
+            );
+        } else {
+            let [Effect::Unshare { epoch: 1 }, Effect::Ready { lane, .. }] = effects.as_slice()
+            else {
+                panic!("{effects:?}");
+            };
+            assert_eq!(lane.lane, Lane::Rpc);
+            assert!(
+                lane.reason
+                    .contains("rank 1 cannot use lane delegated: no peer access")
+            );
+            // It comes late, and changes nothing.
+            communicator.shared(sessions[0], Some("gave up".to_owned()));
+            assert!(communicator.take_effects().is_empty());
+        }
+    }
+}
+
 #[test]
 fn one_verdict_refuses_all_ranks() {
     let rank = settings(2).world_size.rank(1).unwrap();
@@ -630,6 +697,7 @@ proptest! {
                     | Effect::Ended { .. }
                     | Effect::ForgetMemory { .. }
                     | Effect::Share { .. }
+                    | Effect::Unshare { .. }
                     | Effect::Forget { .. } => {}
                 }
             }

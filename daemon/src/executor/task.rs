@@ -1479,6 +1479,11 @@ impl Task {
                 epoch,
                 lane,
             } => self.share(sessions, epoch, lane),
+            Effect::Unshare { epoch } => {
+                if let Backend::Cuda(cuda) = &self.backend {
+                    cuda.unshare(epoch);
+                }
+            }
             Effect::Done { session, sequence } => match &mut self.backend {
                 Backend::Host(host) => {
                     if let Some(window) = host.windows.get(&session) {

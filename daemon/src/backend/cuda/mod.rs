@@ -527,6 +527,13 @@ impl CudaBackend {
         self.ended = Some(epoch);
     }
 
+    /// Nothing comes of an epoch's lane: kernels by which ranks still try it give up.
+    pub(crate) fn unshare(&self, number: u64) {
+        if let Some(epoch) = self.epoch_of(number) {
+            self.abort_lane(epoch, None);
+        }
+    }
+
     /// Kernels that the ranks have launched, or replay later, give up.
     fn abort_lane(&self, epoch: &Epoch, blamed: Option<Rank>) {
         let abort = Abort {
@@ -829,6 +836,10 @@ impl CudaBackend {
 
     /// Whether a kernel of the epoch has given up.
     fn check_status(&self) -> Result<(), GpuTrouble> {
+        let residents = self.lane().into_iter().flat_map(|lane| lane.residents());
+        if let Some(reason) = residents.filter_map(resident::Resident::failure).next() {
+            return Err(GpuTrouble::Lost { rank: None, reason });
+        }
         let Some(epoch) = &self.epoch else {
             return Ok(());
         };

@@ -11,7 +11,7 @@ use crate::backend::cuda::gpu::{Gpu, Kernels};
 use crate::backend::cuda::window::Window;
 use allreduce_contract::cuda::{CudaError, DeviceMemory, Stream};
 use allreduce_contract::kernel::{
-    ControlBlock, ResidentLaunch, ResidentRank, ResidentState, RingBuffer,
+    ControlBlock, ResidentLaunch, ResidentRank, ResidentState, RingBuffer, STOP_ALL,
 };
 use nix::sys::prctl::set_timerslack;
 use std::mem::offset_of;
@@ -61,6 +61,8 @@ struct Schedule {
     /// Those who want it parked.
     holds: u32,
     ending: bool,
+    /// Why there will be no launch any more.
+    failure: Option<String>,
 }
 
 /// One GPU's resident kernel. Dropping it ends the kernel, and waits for that.
@@ -113,27 +115,43 @@ impl Resident {
         })
     }
 
-    /// Launches the kernel before anybody rings.
+    /// Launches the kernel before anybody rings, unless it is there.
     pub(crate) fn arm(&self) {
         let mut schedule = self.shared.schedule();
-        schedule.armed = schedule.launched + 1;
+        if self.shared.is_parked() {
+            schedule.armed = schedule.launched + 1;
+        }
+    }
+
+    /// Why the kernel cannot be launched any more, if so.
+    pub(crate) fn failure(&self) -> Option<String> {
+        self.shared.schedule().failure.clone()
     }
 
     /// Has the kernel park as soon as no rank has rung; the next ring wakes it.
     pub(crate) fn disarm(&self) {
-        self.shared.stop();
+        self.shared.stop(&self.shared.schedule());
     }
 
     /// Parks it until the guard is dropped; rings wait meanwhile.
     pub(crate) fn hold(&self) -> Held {
         self.shared.schedule().holds += 1;
         let held = Held(Arc::clone(&self.shared));
-        self.shared.stop();
         let deadline = Instant::now() + HOLD_LIMIT;
-        while !self.shared.is_parked() && Instant::now() < deadline {
+        let mut stopped = None;
+        loop {
+            {
+                let schedule = self.shared.schedule();
+                // Again if there is another: a call that was half taken needs the next launch, whoever holds it.
+                if stopped.replace(schedule.launched) != Some(schedule.launched) {
+                    self.shared.stop(&schedule);
+                }
+            }
+            if self.shared.is_parked() || Instant::now() >= deadline {
+                return held;
+            }
             std::thread::sleep(Duration::from_micros(50));
         }
-        held
     }
 
     /// How long its calls wait for peers from now on.
@@ -169,13 +187,14 @@ impl Resident {
                 tracing::warn!(%error, "cannot tell the resident kernel of a memory");
             }
         }
-        self.shared.stop();
+        self.shared.stop(&self.shared.schedule());
     }
 
     /// Has it end. Waits for nothing.
     pub(crate) fn end(&self) {
-        self.shared.schedule().ending = true;
-        self.shared.stop();
+        let mut schedule = self.shared.schedule();
+        schedule.ending = true;
+        self.shared.write_stop(STOP_ALL);
     }
 }
 
@@ -216,12 +235,18 @@ impl Shared {
         self.streams.iter().all(is_idle)
     }
 
-    /// Tells launches so far to end as soon as no command is there.
-    fn stop(&self) {
-        let launched = self.schedule().launched;
+    /// Tells launches so far to end as soon as no command is there. Under the schedule's lock, so that the word never
+    /// goes back.
+    fn stop(&self, schedule: &Schedule) {
+        if !schedule.ending {
+            self.write_stop(schedule.launched);
+        }
+    }
+
+    fn write_stop(&self, launch: u32) {
         for place in &self.places {
             let at = place.state.start() + offset_of!(ResidentState, stop) as u64;
-            let word = launched.to_le_bytes();
+            let word = launch.to_le_bytes();
             // SAFETY: the word is inside the state; the kernel reads it at any time.
             if let Err(error) = unsafe { self.gpu.side_stream.upload(at, &word) } {
                 tracing::warn!(%error, "cannot tell the resident kernel to end");
@@ -238,16 +263,22 @@ impl Shared {
                 if schedule.ending {
                     return;
                 }
-                let pages = self.places.iter().map(|place| &place.window.control);
-                let wanted = pages.map(|page| page.wanted_launch()).max().unwrap_or(0);
                 let next = schedule.launched + 1;
-                if schedule.holds == 0 && wanted.max(schedule.armed) >= next {
+                let mut pages = self.places.iter().map(|place| &place.window.control);
+                // Nothing else that a rank may write there.
+                let is_wanted =
+                    schedule.armed == next || pages.any(|page| page.wanted_launch() == next);
+                // While one is there, a call that it has half taken may need the next.
+                if is_wanted && (schedule.holds == 0 || !self.is_parked()) {
                     match self.launch(next) {
                         Ok(true) => schedule.launched = next,
                         // The stream's last has not ended.
                         Ok(false) => {}
                         Err(error) => {
-                            tracing::error!(%error, "the resident kernel cannot be launched");
+                            let failure =
+                                format!("the resident kernel cannot be launched: {error}");
+                            tracing::error!("{failure}");
+                            schedule.failure = Some(failure);
                             return;
                         }
                     }

@@ -294,6 +294,47 @@ pub struct ControlBlock {
     pub arena: [u64; MAX_RANKS],
 }
 
+impl ControlBlock {
+    /// What a rank begins an epoch with: no failure, no arenas, nobody to wake. `status` is the device address of its
+    /// status word; `windows` are where all ranks' start in this process, in rank order.
+    pub fn new(
+        regions: &Regions,
+        rank: u32,
+        epoch: u64,
+        timeout_ns: u64,
+        status: u64,
+        windows: impl IntoIterator<Item = u64>,
+    ) -> Self {
+        let mut block = Self {
+            abi_version: KERNEL_ABI_VERSION,
+            world_size: regions.world_size,
+            rank,
+            // The kernels keep 32 bits, abort words 24: enough to tell neighbours apart.
+            epoch: epoch as u32,
+            timeout_ns,
+            status,
+            push_offset: regions.push_offset(),
+            push_slot_bytes: regions.push_slot_bytes,
+            inband_offset: regions.inband_offset(),
+            inband_part_bytes: regions.inband_part_bytes,
+            staging_offset: regions.staging_offset(),
+            staging_part_bytes: regions.staging_part_bytes,
+            ..Self::default()
+        };
+        for (to, start) in block.window.iter_mut().zip(windows) {
+            *to = start;
+        }
+        block
+    }
+
+    /// As the device reads it.
+    #[allow(unsafe_code)] // room: plain integers as bytes
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: plain integers without padding (the sizes and offsets below), borrowed as long as self.
+        unsafe { std::slice::from_raw_parts((&raw const *self).cast(), size_of::<Self>()) }
+    }
+}
+
 /// Length of a control block in device memory, the device's part included.
 pub const CONTROL_BLOCK_BYTES: u64 = 2560;
 

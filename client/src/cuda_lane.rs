@@ -21,9 +21,8 @@ use allreduce_contract::cuda::{
     RegisteredPage, Relaxed, Stream, allocation_around, copy, is_capturing,
 };
 use allreduce_contract::kernel::{
-    CONTROL_BLOCK_BYTES, Call, CallParts, ControlBlock, Instance, KERNEL_ABI_VERSION,
-    MAX_RING_BUFFERS, RING_ARENA, RING_STAGING, Regions, RingLaunch, RingPlace, command,
-    dtype_code, op_code,
+    CONTROL_BLOCK_BYTES, Call, CallParts, ControlBlock, Instance, MAX_RING_BUFFERS, RING_ARENA,
+    RING_STAGING, Regions, RingLaunch, RingPlace, command, dtype_code, op_code,
 };
 use allreduce_contract::module::{Kernels, LaunchError, Shape};
 use allreduce_contract::v1::{self, CudaMemory, CudaWindows, Peers, PlanResponse, RegionKind};
@@ -521,38 +520,26 @@ impl Lane {
         windows: &BTreeMap<u32, Arc<ImportedMemory>>,
         (page, status): (&RegisteredPage, &DeviceMemory),
     ) -> Result<(), CudaError> {
-        let mut block = ControlBlock {
-            abi_version: KERNEL_ABI_VERSION,
-            world_size: regions.world_size,
-            rank: self.rank,
-            // The kernels keep 32 bits, abort words 24: enough to tell neighbours apart.
-            epoch: peers.epoch as u32,
-            timeout_ns: nanos(TEST_TIMEOUT),
-            status: status.start(),
+        let starts = (0..regions.world_size)
+            .map(|rank| windows.get(&rank).map_or(0, |window| window.start()));
+        let block = ControlBlock {
             wake: page.wake(),
-            push_offset: regions.push_offset(),
-            push_slot_bytes: regions.push_slot_bytes,
-            inband_offset: regions.inband_offset(),
-            inband_part_bytes: regions.inband_part_bytes,
-            staging_offset: regions.staging_offset(),
-            staging_part_bytes: regions.staging_part_bytes,
-            ..ControlBlock::default()
+            ..ControlBlock::new(
+                regions,
+                self.rank,
+                peers.epoch,
+                nanos(TEST_TIMEOUT),
+                status.start(),
+                starts,
+            )
         };
-        for (rank, place) in (0_u32..).zip(&mut block.window) {
-            *place = windows.get(&rank).map_or(0, |window| window.start());
-        }
         let mut owner = locked(&self.anchor.owner);
         let start = self.anchor.memory.start();
-        // SAFETY: the ranges are inside the control block; ControlBlock is plain integers without padding (asserted
-        // where it is declared); no kernel uses it now.
+        // SAFETY: the ranges are inside the control block and the status; no kernel uses them now.
         unsafe {
-            let bytes = std::slice::from_raw_parts(
-                (&raw const block).cast::<u8>(),
-                size_of::<ControlBlock>(),
-            );
             stream.fill(status.start(), 0, STATUS_LEN_BYTES)?;
             stream.fill(start, 0, CONTROL_BLOCK_BYTES)?;
-            stream.upload(start, bytes)?;
+            stream.upload(start, block.bytes())?;
         }
         stream.synchronize()?;
         *owner = self.session;

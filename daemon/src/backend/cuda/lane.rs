@@ -15,7 +15,7 @@ use crate::communicator::GpuError;
 use crate::config::CudaConfig;
 use allreduce_contract::cuda::{CudaError, DeviceMemory, IPC_HANDLE_LEN};
 use allreduce_contract::kernel::{
-    CONTROL_BLOCK_BYTES, ControlBlock, Instance, MAX_RING_BLOCKS, MAX_RING_BUFFERS, RING_ARENA,
+    CONTROL_BLOCK_BYTES, Instance, MAX_RING_BLOCKS, MAX_RING_BUFFERS, RING_ARENA,
     RING_PARKED_OFFSET, Regions, ResidentState, RingBuffer, SIGNAL_BYTES,
 };
 use allreduce_contract::memory::SealedMemory;
@@ -201,15 +201,16 @@ fn start_residents(
             };
             let parked = [1_u32; MAX_RING_BLOCKS as usize].map(u32::to_le_bytes);
             let stream = &gpu.side_stream;
-            // SAFETY: the ranges are inside the memories, which nobody else uses yet; the structs are plain integers
-            // without padding (asserted where they are declared).
+            // SAFETY: the ranges are inside the memories, which nobody else uses yet; ResidentState is plain integers
+            // without padding (asserted where it is declared).
             unsafe {
-                let bytes = |start: *const u8, len| std::slice::from_raw_parts(start, len);
-                let block = bytes((&raw const block).cast(), size_of::<ControlBlock>());
-                let state = bytes((&raw const state).cast(), size_of::<ResidentState>());
+                let state = std::slice::from_raw_parts(
+                    (&raw const state).cast(),
+                    size_of::<ResidentState>(),
+                );
                 stream
                     .fill(place.control.start(), 0, CONTROL_BLOCK_BYTES)
-                    .and_then(|()| stream.upload(place.control.start(), block))
+                    .and_then(|()| stream.upload(place.control.start(), block.bytes()))
                     .and_then(|()| stream.upload(place.state.start(), state))
                     .and_then(|()| stream.upload(own + RING_PARKED_OFFSET, parked.as_flattened()))
             }

@@ -11,9 +11,7 @@ use crate::communicator::GpuError;
 use allreduce_contract::cuda::{
     Context, CudaError, DeviceMemory, DevicePtr, IPC_HANDLE_LEN, RegisteredPage, check,
 };
-use allreduce_contract::kernel::{
-    CONTROL_BLOCK_BYTES, ControlBlock, KERNEL_ABI_VERSION, Regions, SIGNAL_BYTES,
-};
+use allreduce_contract::kernel::{CONTROL_BLOCK_BYTES, ControlBlock, Regions, SIGNAL_BYTES};
 use allreduce_contract::memory::SealedMemory;
 use allreduce_contract::window::{
     Abort, Control, FLAGS_LEN_BYTES, done_flag, flag_reached, ready_flag,
@@ -197,26 +195,14 @@ impl Window {
         timeout_ns: u64,
         windows: impl IntoIterator<Item = DevicePtr>,
     ) -> ControlBlock {
-        let mut block = ControlBlock {
-            abi_version: KERNEL_ABI_VERSION,
-            world_size: regions.world_size,
-            rank: place,
-            // The kernels keep 32 bits, abort words 24: enough to tell neighbours apart.
-            epoch: epoch as u32,
+        ControlBlock::new(
+            regions,
+            place,
+            epoch,
             timeout_ns,
-            status: self.page.status(),
-            push_offset: regions.push_offset(),
-            push_slot_bytes: regions.push_slot_bytes,
-            inband_offset: regions.inband_offset(),
-            inband_part_bytes: regions.inband_part_bytes,
-            staging_offset: regions.staging_offset(),
-            staging_part_bytes: regions.staging_part_bytes,
-            ..ControlBlock::default()
-        };
-        for (to, start) in block.window.iter_mut().zip(windows) {
-            *to = start;
-        }
-        block
+            self.page.status(),
+            windows,
+        )
     }
 
     /// Enqueues what an epoch (or a test) of `regions.world_size` ranks starts from: no flags, empty slots,
@@ -244,17 +230,12 @@ impl Window {
         let start = self.memory.start();
         let slots = regions.staging_offset() - regions.push_offset();
         // SAFETY: the ranges are inside this window's memory and control block (fewer ranks take less room
-        // than it was made for); ControlBlock is plain integers without padding (asserted where it is
-        // declared); the rest is the caller's.
+        // than it was made for); the rest is the caller's.
         unsafe {
             stream.fill(start, 0, SIGNAL_BYTES)?;
             stream.fill(start + regions.push_offset(), 0xff, slots)?;
             stream.fill(self.control_block.start(), 0, CONTROL_BLOCK_BYTES)?;
-            let bytes = std::slice::from_raw_parts(
-                (&raw const block).cast::<u8>(),
-                size_of::<ControlBlock>(),
-            );
-            stream.upload(self.control_block.start(), bytes)
+            stream.upload(self.control_block.start(), block.bytes())
         }
     }
 

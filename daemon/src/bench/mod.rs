@@ -168,6 +168,14 @@ struct Outcome {
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     match try_run(arguments) {
         Ok(outcome) => {
+            if arguments.json {
+                match serde_json::to_string(&outcome) {
+                    Ok(line) => println!("{line}"),
+                    Err(error) => eprintln!("allreduced: {error}"),
+                }
+            } else {
+                print!("{}", outcome.table());
+            }
             if let Some(file) = &arguments.plot {
                 let drawn = plot::svg(&outcome.rows).ok_or_else(|| "no row has a size".to_owned());
                 let written = drawn.and_then(|picture| {
@@ -177,14 +185,6 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
                     eprintln!("allreduced: bench: {}: {reason}", file.display());
                     return ExitCode::FAILURE;
                 }
-            }
-            if arguments.json {
-                match serde_json::to_string(&outcome) {
-                    Ok(line) => println!("{line}"),
-                    Err(error) => eprintln!("allreduced: {error}"),
-                }
-            } else {
-                print!("{}", outcome.table());
             }
             ExitCode::SUCCESS
         }

@@ -57,16 +57,22 @@ pub const MAX_PACKS: u64 = 0x7fff_ffff;
 
 const MAX_RANKS: usize = crate::MAX_WORLD_SIZE as usize;
 
-/// The kernel's name for an algorithm; none for those of the host.
+/// The kernel's name for an algorithm; none for those of the host, and for copy engines, whose kernel is one of its
+/// own. Through host memory goes the kernel that pulls: what is in host memory are its windows.
 pub const fn algorithm_name(algorithm: Algorithm) -> Option<&'static str> {
     match algorithm {
-        Algorithm::OneShot | Algorithm::OneShotChunked | Algorithm::TwoShot => None,
+        Algorithm::OneShot
+        | Algorithm::OneShotChunked
+        | Algorithm::TwoShot
+        | Algorithm::CopyEngineRing => None,
+        Algorithm::HostStaged => Some(Algorithm::TwoShotPullInband.name()),
         Algorithm::OneShotPush
         | Algorithm::OneShotPull
         | Algorithm::OneShotPullInband
         | Algorithm::TwoShotPush
         | Algorithm::TwoShotPull
-        | Algorithm::TwoShotPullInband => Some(algorithm.name()),
+        | Algorithm::TwoShotPullInband
+        | Algorithm::Hierarchical => Some(algorithm.name()),
     }
 }
 

@@ -682,7 +682,10 @@ impl Geometry {
                 | Algorithm::OneShotPullInband
                 | Algorithm::TwoShotPush
                 | Algorithm::TwoShotPull
-                | Algorithm::TwoShotPullInband),
+                | Algorithm::TwoShotPullInband
+                | Algorithm::Hierarchical
+                | Algorithm::HostStaged
+                | Algorithm::CopyEngineRing),
             ) => Err(NotDelegated(algorithm)),
         }
     }
@@ -708,7 +711,10 @@ pub fn resident_algorithm(asked: Option<Algorithm>) -> Result<Algorithm, NotResi
             | Algorithm::OneShotPullInband
             | Algorithm::TwoShotPush
             | Algorithm::TwoShotPull
-            | Algorithm::TwoShotPullInband),
+            | Algorithm::TwoShotPullInband
+            | Algorithm::Hierarchical
+            | Algorithm::HostStaged
+            | Algorithm::CopyEngineRing),
         ) => Err(NotResident(algorithm)),
     }
 }

@@ -337,11 +337,18 @@ pub enum Algorithm {
     TwoShotPull,
     /// CUDA: the same; the data says that it has arrived.
     TwoShotPullInband,
+    /// CUDA: islands of ranks reduce-scatter, exchange f32 partials with the other islands, and all-gather; by
+    /// writing to peers. The sum is a fixed tree: ranks within an island, then islands.
+    Hierarchical,
+    /// CUDA: two-shot through pinned host memory, for GPUs that cannot reach each other's.
+    HostStaged,
+    /// CUDA: two-shot, slices moved by copy engines in a ring of destinations, reduced where they arrive.
+    CopyEngineRing,
 }
 
 impl Algorithm {
     /// Every algorithm.
-    pub const ALL: [Algorithm; 9] = [
+    pub const ALL: [Algorithm; 12] = [
         Algorithm::OneShot,
         Algorithm::OneShotChunked,
         Algorithm::TwoShot,
@@ -351,6 +358,9 @@ impl Algorithm {
         Algorithm::TwoShotPush,
         Algorithm::TwoShotPull,
         Algorithm::TwoShotPullInband,
+        Algorithm::Hierarchical,
+        Algorithm::HostStaged,
+        Algorithm::CopyEngineRing,
     ];
 
     /// The backend that has it.
@@ -362,7 +372,10 @@ impl Algorithm {
             | Algorithm::OneShotPullInband
             | Algorithm::TwoShotPush
             | Algorithm::TwoShotPull
-            | Algorithm::TwoShotPullInband => Backend::Cuda,
+            | Algorithm::TwoShotPullInband
+            | Algorithm::Hierarchical
+            | Algorithm::HostStaged
+            | Algorithm::CopyEngineRing => Backend::Cuda,
         }
     }
 
@@ -378,6 +391,9 @@ impl Algorithm {
             Algorithm::TwoShotPush => "two_shot_push",
             Algorithm::TwoShotPull => "two_shot_pull",
             Algorithm::TwoShotPullInband => "two_shot_pull_inband",
+            Algorithm::Hierarchical => "hierarchical",
+            Algorithm::HostStaged => "host_staged",
+            Algorithm::CopyEngineRing => "copy_engine_ring",
         }
     }
 }

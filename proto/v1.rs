@@ -85,7 +85,10 @@ wire_enum!(
     OneShotPullInband,
     TwoShotPush,
     TwoShotPull,
-    TwoShotPullInband
+    TwoShotPullInband,
+    Hierarchical,
+    HostStaged,
+    CopyEngineRing
 );
 
 #[cfg(test)]

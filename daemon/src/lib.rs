@@ -22,5 +22,6 @@ mod rpc;
 mod spread;
 mod status;
 mod supervisor;
+mod topology;
 mod wire;
 mod workload;

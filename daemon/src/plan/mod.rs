@@ -6,6 +6,8 @@
 //! the communicator (each reduction) and the executor (the lane, at join). Refuses to look at a
 //! machine: what it needs to know comes in [`PlanRequest`].
 
+pub(crate) mod schedule;
+
 use crate::config::Host;
 use allreduce_contract::kernel::{
     self, Instance, MAX_BLOCKS, MAX_PACKS, MAX_RING_BLOCKS, PACK_BYTES,
@@ -274,7 +276,10 @@ fn plan_host(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
         | Algorithm::OneShotPullInband
         | Algorithm::TwoShotPush
         | Algorithm::TwoShotPull
-        | Algorithm::TwoShotPullInband => 1,
+        | Algorithm::TwoShotPullInband
+        | Algorithm::Hierarchical
+        | Algorithm::HostStaged
+        | Algorithm::CopyEngineRing => 1,
     };
     Ok(Plan {
         algorithm,
@@ -366,6 +371,10 @@ fn plan_cuda(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
         Algorithm::OneShotPull if in_place || !is_direct => limits.staging_part_bytes,
         Algorithm::TwoShotPull if in_place || !is_direct => limits.staging_part_bytes,
         Algorithm::TwoShotPull => limits.staging_part_bytes * ranks_u64,
+        // Not built yet.
+        Algorithm::Hierarchical | Algorithm::HostStaged | Algorithm::CopyEngineRing => {
+            return Err(Refusal::NotTested);
+        }
         // Host algorithms were refused.
         Algorithm::OneShotPull
         | Algorithm::OneShot

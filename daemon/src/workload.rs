@@ -78,6 +78,7 @@ impl ReductionSpec {
             max_threads: 1,
             geometry: lane_geometry(Lane::Rpc, WorldSize::ONE, 1, &Host::default()),
             gpus: None,
+            costs: None,
         };
         plan(request)?;
         Ok(Self {

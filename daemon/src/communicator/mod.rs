@@ -33,6 +33,7 @@ pub(crate) use error::{
 pub(crate) use rendezvous::{Place, Signature, Ticket};
 pub(crate) use stats::{Count, Quantiles, RankStats, ReductionKind, Stats};
 
+use crate::plan::model::Costs;
 use crate::plan::{GpuLimits, LaneChoice, Plan, PlanRequest, ResidentBlocks, choose_lane, plan};
 use allreduce_contract::lane::Geometry;
 use allreduce_contract::v1::{BadEnum, ErrorCode, GaveUp};
@@ -40,6 +41,7 @@ use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, Rank, WorldSize};
 use arena::{Arena, ArenaFull};
 use rendezvous::{Arrival, Rendezvous, Stage};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The arena, as a memory of a session; memories that were handed over count from 1.
@@ -323,6 +325,8 @@ pub(crate) struct Communicator<T> {
     next_id: u64,
     /// What the GPUs can take, since they were tested.
     gpus: Option<GpuLimits>,
+    /// How long each algorithm takes on their links.
+    costs: Option<Arc<Costs>>,
     effects: Vec<Effect<T>>,
     stats: Stats,
 }
@@ -343,6 +347,7 @@ impl<T> Communicator<T> {
             pending_ends: Vec::new(),
             next_id: 1,
             gpus: None,
+            costs: None,
             effects: Vec::new(),
             stats: Stats::new(world_size),
         }
@@ -783,6 +788,7 @@ impl<T> Communicator<T> {
         self.epoch += 1;
         self.floor = 0;
         self.gpus = None;
+        self.costs = None;
         self.phase = Phase::Forming { deadline: None };
         self.tell_ends();
     }
@@ -1158,6 +1164,7 @@ impl<T> Communicator<T> {
             max_threads: self.settings.max_threads,
             geometry: self.settings.geometry,
             gpus: self.gpus,
+            costs: self.costs.as_deref(),
         })?)
     }
 

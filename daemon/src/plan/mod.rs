@@ -6,9 +6,14 @@
 //! the communicator (each reduction) and the executor (the lane, at join). Refuses to look at a
 //! machine: what it needs to know comes in [`PlanRequest`].
 
+pub(crate) mod model;
 pub(crate) mod schedule;
+pub(crate) mod tuned;
 
 use crate::config::Host;
+use crate::plan::model::Costs;
+use crate::plan::tuned::Thresholds;
+use crate::topology::Fabric;
 use allreduce_contract::kernel::{
     self, Instance, MAX_BLOCKS, MAX_PACKS, MAX_RING_BLOCKS, PACK_BYTES,
 };
@@ -17,8 +22,8 @@ use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, WorldSize};
 use std::time::Duration;
 
 /// What is to be reduced, and with what.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct PlanRequest {
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct PlanRequest<'a> {
     /// Where the windows live.
     pub backend: Backend,
     /// How the reduction is triggered.
@@ -41,6 +46,8 @@ pub(crate) struct PlanRequest {
     pub geometry: Geometry,
     /// What the GPUs can take; known once they were tested.
     pub gpus: Option<GpuLimits>,
+    /// How long each algorithm takes on their links; without it, the table of one GPU counts.
+    pub costs: Option<&'a Costs>,
 }
 
 /// What the GPUs of a communicator can take.
@@ -100,6 +107,36 @@ pub(crate) struct Plan {
     pub algorithm: Algorithm,
     /// Who does it.
     pub shape: Shape,
+    /// Why this one.
+    pub basis: Basis,
+}
+
+/// What decided between the algorithms that could be launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Basis {
+    /// The caller named it.
+    Asked,
+    /// The lane has no other.
+    Only,
+    /// Measured on this machine by `tune`.
+    Tuned,
+    /// Measured on such a machine; the table is part of the program.
+    Shipped,
+    /// The cost model.
+    Model,
+}
+
+impl Basis {
+    /// In words.
+    pub(crate) const fn words(self) -> &'static str {
+        match self {
+            Basis::Asked => "asked for",
+            Basis::Only => "the lane has no other",
+            Basis::Tuned => "measured fastest on this machine",
+            Basis::Shipped => "measured fastest on such a machine (docs/benchmarks.md)",
+            Basis::Model => "predicted fastest by the cost model",
+        }
+    }
 }
 
 /// How the work is shared.
@@ -119,6 +156,16 @@ pub(crate) enum Shape {
         /// Elements that one launch takes at most, a multiple of a pack's; a longer tensor takes several.
         launch_elems: u64,
     },
+}
+
+impl Plan {
+    /// Launches that a tensor takes, at least one.
+    pub(crate) fn launches(&self, num_elems: u64) -> u64 {
+        match self.shape {
+            Shape::Host { .. } => 1,
+            Shape::Cuda { launch_elems, .. } => num_elems.div_ceil(launch_elems.max(1)).max(1),
+        }
+    }
 }
 
 /// Why it is not reduced.
@@ -221,7 +268,7 @@ const BYTES_PER_THREAD: u64 = 512 << 10;
 ///
 /// # Errors
 /// A [`Refusal`] says why this cannot be run.
-pub(crate) fn plan(request: PlanRequest) -> Result<Plan, Refusal> {
+pub(crate) fn plan(request: PlanRequest<'_>) -> Result<Plan, Refusal> {
     let PlanRequest {
         backend,
         lane,
@@ -245,18 +292,20 @@ pub(crate) fn plan(request: PlanRequest) -> Result<Plan, Refusal> {
                 algorithm: resident_algorithm(algorithm)?,
                 // The executor's thread for this lane.
                 shape: Shape::Host { threads: 1 },
+                basis: Basis::Only,
             }),
             Lane::Delegated => Ok(Plan {
                 algorithm: request.geometry.algorithm(len_bytes, algorithm)?,
                 // Each rank's own.
                 shape: Shape::Host { threads: 1 },
+                basis: basis_of_host(algorithm),
             }),
         },
         Backend::Cuda => plan_cuda(&request, len_bytes),
     }
 }
 
-fn plan_host(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
+fn plan_host(request: &PlanRequest<'_>, len_bytes: u64) -> Result<Plan, Refusal> {
     let bytes_read = len_bytes.saturating_mul(u64::from(request.world_size.get()));
     let algorithm = request.algorithm.unwrap_or({
         if bytes_read <= INLINE_MAX_BYTES {
@@ -284,7 +333,16 @@ fn plan_host(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
     Ok(Plan {
         algorithm,
         shape: Shape::Host { threads },
+        basis: basis_of_host(request.algorithm),
     })
+}
+
+/// The host's thresholds are measured ones.
+const fn basis_of_host(asked: Option<Algorithm>) -> Basis {
+    match asked {
+        Some(_) => Basis::Asked,
+        None => Basis::Shipped,
+    }
 }
 
 /// How long a wait spins without letting others run: the time of an exchange of flags, and not more, since two ranks on one
@@ -325,11 +383,67 @@ pub(crate) fn lane_geometry(
     }
 }
 
-fn plan_cuda(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
+fn plan_cuda(request: &PlanRequest<'_>, len_bytes: u64) -> Result<Plan, Refusal> {
     let PlanRequest {
         world_size,
         dtype,
         op,
+        lane,
+        costs,
+        ..
+    } = *request;
+    if kernel::dtype_name(dtype).is_none() || kernel::op_code(op).is_none() {
+        return Err(Refusal::NoKernel { dtype, op });
+    }
+    let limits = request.gpus.ok_or(Refusal::NotTested)?;
+    if lane == Lane::Resident {
+        return plan_resident(request, &limits);
+    }
+    let launched = |algorithm, basis| launched(request, len_bytes, &limits, (algorithm, basis));
+    if let Some(algorithm) = request.algorithm {
+        return launched(algorithm, Basis::Asked);
+    }
+    // What was measured, if it can be launched here.
+    let tuned = costs.and_then(|costs| costs.tuned(lane, dtype));
+    let tuned = tuned.and_then(|tuned| tuned.choice(len_bytes));
+    if let Some(plan) = tuned.and_then(|algorithm| launched(algorithm, Basis::Tuned).ok()) {
+        return Ok(plan);
+    }
+    let costs = costs.filter(|costs| costs.fabric != Fabric::Loopback);
+    let Some(costs) = costs else {
+        let shipped = Thresholds::shipped(world_size).choice(len_bytes);
+        return launched(shipped.unwrap_or(Algorithm::TwoShotPull), Basis::Shipped);
+    };
+    // The first of equals, so that there is one answer.
+    let mut best: Option<(f64, Plan)> = None;
+    let mut refused = None;
+    for algorithm in Algorithm::ALL {
+        if algorithm.backend() != Backend::Cuda {
+            continue;
+        }
+        match launched(algorithm, Basis::Model) {
+            Ok(plan) => {
+                let us = costs.cost(algorithm, dtype).us_in_launches(len_bytes, plan.launches(request.num_elems));
+                if best.is_none_or(|(least, _)| us < least) {
+                    best = Some((us, plan));
+                }
+            }
+            Err(refusal) => refused = refused.or(Some(refusal)),
+        }
+    }
+    best.map(|(_, plan)| plan).ok_or_else(|| refused.unwrap_or(Refusal::NotTested))
+}
+
+/// One algorithm of the lanes that launch, as these GPUs can take it.
+fn launched(
+    request: &PlanRequest<'_>,
+    len_bytes: u64,
+    limits: &GpuLimits,
+    (algorithm, basis): (Algorithm, Basis),
+) -> Result<Plan, Refusal> {
+    let PlanRequest {
+        world_size,
+        dtype,
         in_place,
         lane,
         ..
@@ -339,16 +453,11 @@ fn plan_cuda(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
         Lane::Rpc => true,
         Lane::Resident | Lane::Delegated => false,
     };
-    if kernel::dtype_name(dtype).is_none() || kernel::op_code(op).is_none() {
-        return Err(Refusal::NoKernel { dtype, op });
-    }
-    let limits = request.gpus.ok_or(Refusal::NotTested)?;
     let ranks = limits.ranks_per_gpu.max(1);
     // Where ranks launch, a call's blocks are resident while those of the one before finish.
     let calls_at_once = match lane {
         Lane::Rpc => 1,
-        Lane::Delegated => 2,
-        Lane::Resident => return plan_resident(request, &limits),
+        Lane::Delegated | Lane::Resident => 2,
     };
     let most_blocks = (limits.resident_blocks / ranks / calls_at_once).min(MAX_BLOCKS);
     if most_blocks == 0 {
@@ -357,9 +466,6 @@ fn plan_cuda(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
             ranks,
         });
     }
-    let algorithm = request
-        .algorithm
-        .unwrap_or_else(|| cuda_algorithm(world_size, limits.gpus, len_bytes));
     // Where a launch keeps what peers read or write (abi.h, "Largest tensor").
     let ranks_u64 = u64::from(world_size.get());
     let launch_bytes = match algorithm {
@@ -393,11 +499,12 @@ fn plan_cuda(request: &PlanRequest, len_bytes: u64) -> Result<Plan, Refusal> {
             data_threads,
             launch_elems: launch_packs * pack_elems,
         },
+        basis,
     })
 }
 
 /// The kernel that stays has one algorithm and one shape.
-fn plan_resident(request: &PlanRequest, limits: &GpuLimits) -> Result<Plan, Refusal> {
+fn plan_resident(request: &PlanRequest<'_>, limits: &GpuLimits) -> Result<Plan, Refusal> {
     let only = Algorithm::OneShotPullInband;
     if let Some(algorithm) = request.algorithm.filter(|asked| *asked != only) {
         return Err(Refusal::NotStaying { algorithm });
@@ -414,43 +521,8 @@ fn plan_resident(request: &PlanRequest, limits: &GpuLimits) -> Result<Plan, Refu
             launch_elems: (limits.inband_part_bytes / PACK_BYTES).clamp(1, MAX_PACKS)
                 * (PACK_BYTES / request.dtype.size_bytes() as u64),
         },
+        basis: Basis::Only,
     })
-}
-
-/// The algorithm for a size, until a cost model and a topology decide. One GPU (virtual ranks): as measured
-/// on an H200 (docs/benchmarks.md, "CUDA kernels"). Several: writes to peers, which PCIe posts and NVLink takes as
-/// well, up to 1 MiB.
-fn cuda_algorithm(world_size: WorldSize, gpus: u32, len_bytes: u64) -> Algorithm {
-    const KIB: u64 = 1 << 10;
-    const MIB: u64 = 1 << 20;
-    let two_shot_from = match world_size.get() {
-        0..=2 => u64::MAX,
-        3..=4 => 512 * KIB,
-        _ => 96 * KIB,
-    };
-    if gpus > 1 {
-        let one_shot = world_size.get() <= 2;
-        // Slots are small: beyond some pieces, reading in place is less work.
-        return match len_bytes <= MIB {
-            true if one_shot || len_bytes <= 16 * KIB => Algorithm::OneShotPush,
-            true => Algorithm::TwoShotPush,
-            false if one_shot => Algorithm::OneShotPull,
-            false => Algorithm::TwoShotPull,
-        };
-    }
-    if len_bytes <= 2 * KIB {
-        Algorithm::OneShotPush
-    } else if len_bytes < two_shot_from {
-        if len_bytes <= MIB {
-            Algorithm::OneShotPullInband
-        } else {
-            Algorithm::OneShotPull
-        }
-    } else if len_bytes <= 4 * MIB {
-        Algorithm::TwoShotPullInband
-    } else {
-        Algorithm::TwoShotPull
-    }
 }
 
 /// Blocks and data threads for `packs` packs: a pack for each thread as long as the blocks suffice, in

@@ -82,7 +82,7 @@ pub(crate) fn schedule(
             all_to_all(world_size, 1.0 / ranks, write, 1, 2.0),
         ],
         Algorithm::TwoShotPullInband => vec![
-            all_to_all(world_size, 1.0 / ranks, read, 2, 3.0),
+            all_to_all(world_size, 1.0 / ranks, read, 2, 2.0),
             all_to_all(world_size, 1.0 / ranks, read, 2, 2.0),
         ],
         Algorithm::TwoShotPull => vec![

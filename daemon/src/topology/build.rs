@@ -211,6 +211,8 @@ pub(super) fn build(description: Description) -> Result<Topology, TopologyError>
             parent: gpu.parent.clone(),
             root,
             socket: socket.unwrap_or_else(|| first_socket.to_owned()),
+            to_host: Vec::new(),
+            from_host: Vec::new(),
         });
         chains.push(chain);
     }
@@ -224,6 +226,15 @@ pub(super) fn build(description: Description) -> Result<Topology, TopologyError>
             )
         })
         .collect();
+    for ((place, chain), (out, into)) in places.iter_mut().zip(&chains).zip(&ports) {
+        let above = || chain.iter().filter_map(|node| nodes.get(node));
+        place.to_host = std::iter::once(*out)
+            .chain(above().filter_map(|node| node.up))
+            .collect();
+        place.from_host = std::iter::once(*into)
+            .chain(above().filter_map(|node| node.down))
+            .collect();
+    }
     let mut between_sockets: HashMap<(String, String), LinkId> = HashMap::new();
     if let Some(inter) = &description.inter_socket {
         for one in &description.sockets {
@@ -248,8 +259,8 @@ pub(super) fn build(description: Description) -> Result<Topology, TopologyError>
             .iter()
             .map(|gpu| {
                 (
-                    add(format!("{} nvlink out", gpu.name), gbps, LinkKind::Shared),
-                    add(format!("{} nvlink in", gpu.name), gbps, LinkKind::Shared),
+                    add(format!("{} nvlink out", gpu.name), gbps, LinkKind::Nvlink),
+                    add(format!("{} nvlink in", gpu.name), gbps, LinkKind::Nvlink),
                 )
             })
             .collect()
@@ -278,7 +289,7 @@ pub(super) fn build(description: Description) -> Result<Topology, TopologyError>
             let link = add(
                 format!("nvlink {} to {}", names.0, names.1),
                 pair.gbps,
-                LinkKind::Shared,
+                LinkKind::Nvlink,
             );
             if direct.insert((from, to), link).is_some() {
                 return Err(TopologyError::BadName {

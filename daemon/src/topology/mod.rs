@@ -94,7 +94,9 @@ pub(crate) enum LinkKind {
     GpuOut(usize),
     /// Into the GPU.
     GpuIn(usize),
-    /// Anything in between: switch uplinks, root complexes, sockets, NVLink.
+    /// NVLink, between two GPUs or between a GPU and the NVSwitches.
+    Nvlink,
+    /// Anything in between: switch uplinks, sockets.
     Shared,
 }
 
@@ -162,6 +164,9 @@ struct PlaceOfGpu {
     parent: String,
     root: String,
     socket: String,
+    /// Links up to the root complex, and down from it.
+    to_host: Vec<LinkId>,
+    from_host: Vec<LinkId>,
 }
 
 /// From one GPU to another.
@@ -197,6 +202,15 @@ const fn port_shared_gbps(generation: u32) -> (f64, f64) {
         4 => (21.0, 21.0),
         5 => (25.0, 21.0),
         _ => (50.0, 42.0),
+    }
+}
+
+/// What 16-byte accesses of a kernel get of NVLink's rate: measured on two H200 (docs/benchmarks.md, "Lanes in a graph, two
+/// H200"): from 128 KB to 1 MB one_shot_push goes at 95 GB/s of 450, one_shot_pull_inband at 207.
+const fn nvlink_part(access: Access) -> f64 {
+    match access {
+        Access::Write => 0.21,
+        Access::Read => 0.46,
     }
 }
 
@@ -317,6 +331,18 @@ impl Topology {
         }
     }
 
+    /// What goes through a link at most: by kind of access, and with how many peers at once.
+    pub(crate) fn capacity_gbps(&self, link: LinkId, access: Access, peers: usize) -> f64 {
+        match self.links.get(link) {
+            None => f64::INFINITY,
+            Some(of) => match of.kind {
+                LinkKind::GpuOut(gpu) | LinkKind::GpuIn(gpu) => self.port_gbps(gpu, access, peers),
+                LinkKind::Nvlink => of.gbps * nvlink_part(access),
+                LinkKind::Shared => of.gbps,
+            },
+        }
+    }
+
     /// What one flow between two GPUs gets at most, whatever is free; infinite if only its links count.
     pub(crate) fn pair_gbps(&self, from: usize, to: usize, access: Access) -> f64 {
         let measured = match access {
@@ -362,6 +388,31 @@ impl Topology {
         } else {
             Fabric::PcieIslands
         }
+    }
+
+    /// What bytes from a GPU's memory to the host's go through.
+    pub(crate) fn path_to_host(&self, gpu: usize) -> &[LinkId] {
+        self.places.get(gpu).map_or(&[], |place| &place.to_host)
+    }
+
+    /// What bytes from the host's memory to a GPU's go through.
+    pub(crate) fn path_from_host(&self, gpu: usize) -> &[LinkId] {
+        self.places.get(gpu).map_or(&[], |place| &place.from_host)
+    }
+
+    /// From a store by one side until a poll of the other sees it, in the host's memory.
+    pub(crate) fn host_flag_us(&self, _gpu: usize) -> f64 {
+        FLAG_US + ACROSS_SWITCHES_US
+    }
+
+    /// The switch or root complex right above a GPU.
+    pub(crate) fn parent_of(&self, gpu: usize) -> Option<&str> {
+        self.places.get(gpu).map(|place| place.parent.as_str())
+    }
+
+    /// The root complex above a GPU.
+    pub(crate) fn root_of(&self, gpu: usize) -> Option<&str> {
+        self.places.get(gpu).map(|place| place.root.as_str())
     }
 
     /// Whether writes from the switch of `from` to other root complexes collapse, if some go to `to`.

@@ -10,6 +10,9 @@
 
 mod build;
 mod description;
+mod file;
+
+pub(crate) use file::FileError;
 
 pub(crate) use description::{
     Description, Gpu, InterSocket, NvLink, NvLinkPair, Pair, Pcie, Rates, Root, Socket, Switch,

@@ -5,11 +5,11 @@
 //! reason. The file is checked by its own types first (the layering crate takes "5" for 5 and knows no
 //! lines), then layered.
 
+use crate::lines::{Lines, line_of};
 use allreduce_contract::default_socket;
 use allreduce_contract::kernel::MAX_RING_BLOCKS;
 use allreduce_contract::lane::{MAX_STAGE_LEN_BYTES, MIN_STAGE_LEN_BYTES};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -274,17 +274,24 @@ impl fmt::Display for Problems<'_> {
             if index > 0 {
                 writeln!(f)?;
             }
-            write!(f, "{}", self.origin)?;
-            if let Some(line) = problem.line {
-                write!(f, ":{line}")?;
-            }
-            write!(f, ": ")?;
-            if !problem.key.is_empty() {
-                write!(f, "{}: ", problem.key)?;
-            }
-            write!(f, "{}", problem.reason)?;
+            problem.write(self.origin, f)?;
         }
         Ok(())
+    }
+}
+
+impl Problem {
+    /// One line: where it is, and what is wrong.
+    pub(crate) fn write(&self, origin: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{origin}")?;
+        if let Some(line) = self.line {
+            write!(f, ":{line}")?;
+        }
+        write!(f, ": ")?;
+        if !self.key.is_empty() {
+            write!(f, "{}: ", self.key)?;
+        }
+        write!(f, "{}", self.reason)
     }
 }
 
@@ -381,10 +388,9 @@ impl Config {
         })?;
         let parsed: Result<Self, toml::de::Error> = toml::from_str(text);
         let config = parsed.map_err(|error| {
-            let at = error.span().map(|span| span.start);
             invalid(vec![Problem {
-                key: at.and_then(|at| lines.key_at(at)).unwrap_or_default(),
-                line: at.map(|at| line_of(text, at)),
+                key: lines.key_of(&error).unwrap_or_default(),
+                line: error.span().map(|at| line_of(text, at.start)),
                 reason: error.message().to_owned(),
             }])
         })?;
@@ -551,58 +557,6 @@ fn read(path: &Path) -> Result<String, ConfigError> {
         path: path.to_owned(),
         source,
     })
-}
-
-fn line_of(text: &str, at: usize) -> usize {
-    text.bytes().take(at).filter(|byte| *byte == b'\n').count() + 1
-}
-
-/// Where each key of a TOML text is.
-struct Lines {
-    /// Dotted key to (start of the key, end of the value, line of the key).
-    keys: BTreeMap<String, (usize, usize, usize)>,
-}
-
-impl Lines {
-    fn new(text: &str) -> Result<Self, toml::de::Error> {
-        let table = toml::de::DeTable::parse(text)?;
-        let mut keys = BTreeMap::new();
-        collect(table.get_ref(), "", text, &mut keys);
-        Ok(Self { keys })
-    }
-
-    /// The innermost key that byte `at` belongs to.
-    fn key_at(&self, at: usize) -> Option<String> {
-        self.keys
-            .iter()
-            .filter(|(_, (start, end, _))| (*start..*end).contains(&at))
-            .max_by_key(|(_, (start, _, _))| *start)
-            .map(|(key, _)| key.clone())
-    }
-
-    fn line_of_key(&self, key: &str) -> Option<usize> {
-        self.keys.get(key).map(|(_, _, line)| *line)
-    }
-}
-
-fn collect(
-    table: &toml::de::DeTable<'_>,
-    prefix: &str,
-    text: &str,
-    keys: &mut BTreeMap<String, (usize, usize, usize)>,
-) {
-    for (key, value) in table {
-        let dotted = match prefix {
-            "" => key.get_ref().to_string(),
-            _ => format!("{prefix}.{}", key.get_ref()),
-        };
-        let start = key.span().start;
-        let end = value.span().end.max(key.span().end);
-        keys.insert(dotted.clone(), (start, end, line_of(text, start)));
-        if let toml::de::DeValue::Table(inner) = value.get_ref() {
-            collect(inner, &dotted, text, keys);
-        }
-    }
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ mod demo;
 mod device;
 mod executor;
 mod health;
+mod lines;
 mod listen;
 mod log;
 mod plan;

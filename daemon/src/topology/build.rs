@@ -7,7 +7,7 @@ use super::description::Description;
 use super::{
     Link, LinkId, LinkKind, MAX_GPUS, Path, PlaceOfGpu, SCHEMA_VERSION, Topology, TopologyError,
 };
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// A node of the PCIe tree above the GPUs.
 struct Node {
@@ -124,8 +124,60 @@ fn numbered<'a>(
     Ok(found)
 }
 
+/// The nodes from `from` upwards, and the root complex, which is the last of them.
+fn climb(
+    nodes: &HashMap<String, Node>,
+    from: &str,
+) -> Result<(Vec<String>, String), TopologyError> {
+    let mut chain = Vec::new();
+    let mut at = from.to_owned();
+    loop {
+        let bad = |what, why| TopologyError::BadName {
+            what,
+            name: at.clone(),
+            why,
+        };
+        let node = nodes
+            .get(&at)
+            .ok_or_else(|| bad("root or switch", "is not described"))?;
+        if chain.contains(&at) {
+            return Err(bad("switch", "is above itself"));
+        }
+        chain.push(at.clone());
+        match &node.parent {
+            Some(parent) => at.clone_from(parent),
+            None => return Ok((chain, at)),
+        }
+    }
+}
+
+/// UUIDs are what NVML and CUDA print, each once.
+fn check_uuids(description: &Description) -> Result<(), TopologyError> {
+    let uuids = || description.gpus.iter().filter_map(|gpu| gpu.uuid.as_ref());
+    numbered("uuid", uuids())?;
+    let is_uuid = |uuid: &&String| {
+        let digits = uuid
+            .strip_prefix("GPU-")
+            .or_else(|| uuid.strip_prefix("MIG-"));
+        let groups: Vec<&str> = digits.unwrap_or_default().split('-').collect();
+        groups.iter().map(|group| group.len()).eq([8, 4, 4, 4, 12])
+            && groups
+                .iter()
+                .all(|group| group.bytes().all(|digit| digit.is_ascii_hexdigit()))
+    };
+    match uuids().find(|uuid| !is_uuid(uuid)) {
+        Some(uuid) => Err(TopologyError::BadName {
+            what: "uuid",
+            name: uuid.clone(),
+            why: "is no UUID",
+        }),
+        None => Ok(()),
+    }
+}
+
 pub(super) fn build(description: Description) -> Result<Topology, TopologyError> {
     check_numbers(&description)?;
+    check_uuids(&description)?;
     let sockets = numbered("socket", description.sockets.iter().map(|of| &of.name))?;
     let gpus = numbered("gpu", description.gpus.iter().map(|of| &of.name))?;
     numbered(
@@ -147,11 +199,11 @@ pub(super) fn build(description: Description) -> Result<Topology, TopologyError>
         .first()
         .map_or("socket", |of| of.name.as_str());
     for root in &description.roots {
-        let socket = root.socket.as_deref().unwrap_or(first_socket);
-        if !description.sockets.is_empty() && !sockets.contains_key(socket) {
+        let socket = root.socket.as_ref();
+        if let Some(socket) = socket.filter(|socket| !sockets.contains_key(socket.as_str())) {
             return Err(TopologyError::BadName {
                 what: "socket",
-                name: socket.to_owned(),
+                name: socket.clone(),
                 why: "is not described",
             });
         }
@@ -177,31 +229,15 @@ pub(super) fn build(description: Description) -> Result<Topology, TopologyError>
             },
         );
     }
+    // A switch that no GPU is below must have a root complex, too.
+    for switch in &description.switches {
+        climb(&nodes, &switch.name)?;
+    }
     // From a GPU upwards: nodes to its root complex.
     let mut chains: Vec<Vec<String>> = Vec::new();
     let mut places = Vec::new();
     for gpu in &description.gpus {
-        let mut chain = Vec::new();
-        let mut at = gpu.parent.clone();
-        let root = loop {
-            let node = nodes.get(&at).ok_or_else(|| TopologyError::BadName {
-                what: "root or switch",
-                name: at.clone(),
-                why: "is not described",
-            })?;
-            if chain.contains(&at) {
-                return Err(TopologyError::BadName {
-                    what: "switch",
-                    name: at,
-                    why: "is above itself",
-                });
-            }
-            chain.push(at.clone());
-            match &node.parent {
-                Some(parent) => at.clone_from(parent),
-                None => break at,
-            }
-        };
+        let (chain, root) = climb(&nodes, &gpu.parent)?;
         let socket = description
             .roots
             .iter()
@@ -347,8 +383,16 @@ pub(super) fn build(description: Description) -> Result<Topology, TopologyError>
             );
         }
     }
+    let mut measured = HashSet::new();
     for pair in &description.pairs {
         let (from, to) = (number(&pair.from)?, number(&pair.to)?);
+        if !measured.insert((from, to)) {
+            return Err(TopologyError::BadName {
+                what: "pair of gpu",
+                name: pair.from.clone(),
+                why: "is there twice",
+            });
+        }
         let path = paths
             .get_mut(&(from, to))
             .ok_or_else(|| TopologyError::BadName {

@@ -10,6 +10,11 @@
 
 mod build;
 mod description;
+mod file;
+mod preset;
+
+pub(crate) use file::FileError;
+pub(crate) use preset::{PRESETS, PresetError, preset};
 
 pub(crate) use description::{
     Description, Gpu, InterSocket, NvLink, NvLinkPair, Pair, Pcie, Rates, Root, Socket, Switch,

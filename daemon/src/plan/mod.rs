@@ -423,7 +423,9 @@ fn plan_cuda(request: &PlanRequest<'_>, len_bytes: u64) -> Result<Plan, Refusal>
         }
         match launched(algorithm, Basis::Model) {
             Ok(plan) => {
-                let us = costs.cost(algorithm, dtype).us_in_launches(len_bytes, plan.launches(request.num_elems));
+                let us = costs
+                    .cost(algorithm, dtype)
+                    .us_in_launches(len_bytes, plan.launches(request.num_elems));
                 if best.is_none_or(|(least, _)| us < least) {
                     best = Some((us, plan));
                 }
@@ -431,7 +433,8 @@ fn plan_cuda(request: &PlanRequest<'_>, len_bytes: u64) -> Result<Plan, Refusal>
             Err(refusal) => refused = refused.or(Some(refusal)),
         }
     }
-    best.map(|(_, plan)| plan).ok_or_else(|| refused.unwrap_or(Refusal::NotTested))
+    best.map(|(_, plan)| plan)
+        .ok_or_else(|| refused.unwrap_or(Refusal::NotTested))
 }
 
 /// One algorithm of the lanes that launch, as these GPUs can take it.
@@ -688,9 +691,11 @@ pub(crate) fn choose_backend(
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::topology::{self, Topology};
     use proptest::option;
     use proptest::prelude::*;
     use proptest::sample::select;
+    use std::sync::OnceLock;
 
     fn limits() -> impl Strategy<Value = GpuLimits> {
         (
@@ -718,7 +723,35 @@ mod tests {
             )
     }
 
-    fn requests() -> impl Strategy<Value = PlanRequest> {
+    /// The machines that are described, each with its ranks on as many GPUs as it has, or all on one.
+    fn machines() -> &'static [Topology] {
+        static MACHINES: OnceLock<Vec<Topology>> = OnceLock::new();
+        MACHINES.get_or_init(|| {
+            let names = topology::PRESETS.iter().map(|(name, _)| *name);
+            names.map(|name| topology::preset(name).unwrap()).collect()
+        })
+    }
+
+    /// By machine and world size.
+    fn costs_of(machine: usize, world_size: u32) -> Option<&'static Costs> {
+        static COSTS: OnceLock<Vec<Vec<Costs>>> = OnceLock::new();
+        let all = COSTS.get_or_init(|| {
+            let by_world = |topology: &Topology| {
+                let gpus = topology.gpus().len().max(1);
+                (1..=16)
+                    .map(|ranks| {
+                        let placement: Vec<usize> = (0..ranks).map(|rank| rank % gpus).collect();
+                        let island = topology.island_size(&placement).unwrap_or(1);
+                        Costs::of(topology, &placement, island)
+                    })
+                    .collect()
+            };
+            machines().iter().map(by_world).collect()
+        });
+        all.get(machine)?.get(world_size as usize - 1)
+    }
+
+    fn requests() -> impl Strategy<Value = PlanRequest<'static>> {
         let sizes = prop_oneof![
             0_u64..64,
             (0_u32..64, 0_u64..3)
@@ -738,6 +771,7 @@ mod tests {
             any::<bool>(),
             0_usize..9,
             option::weighted(0.9, limits()),
+            option::of(0..machines().len()),
         )
             .prop_map(
                 |(
@@ -746,6 +780,7 @@ mod tests {
                     in_place,
                     max_threads,
                     gpus,
+                    machine,
                 )| PlanRequest {
                     backend,
                     lane,
@@ -763,6 +798,7 @@ mod tests {
                         &Host::default(),
                     ),
                     gpus,
+                    costs: machine.and_then(|machine| costs_of(machine, world_size)),
                 },
             )
     }

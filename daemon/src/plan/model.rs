@@ -90,7 +90,12 @@ impl Costs {
     }
 
     /// With what was measured: `sets` are of this kind of communicator on this machine.
-    pub(crate) fn with_tuned(mut self, table: &TunedTable, world_size: WorldSize, gpus: u32) -> Self {
+    pub(crate) fn with_tuned(
+        mut self,
+        table: &TunedTable,
+        world_size: WorldSize,
+        gpus: u32,
+    ) -> Self {
         for lane in Lane::ALL {
             for dtype in [Dtype::Bf16, Dtype::F32] {
                 let set = table.set(world_size, gpus, lane, dtype);

@@ -61,6 +61,27 @@ impl WorkerStream {
         StreamHandle::from_raw(self.0.raw().cast())
     }
 
+    /// What `enqueue` enqueues, as a graph.
+    pub(crate) fn capture<E: From<CudaError>>(
+        &self,
+        enqueue: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Graph, E> {
+        self.0.begin_capture()?;
+        let enqueued = enqueue();
+        let graph = self.0.end_capture();
+        enqueued?;
+        Ok(graph?)
+    }
+
+    /// Enqueues a graph that was captured here.
+    ///
+    /// # Safety
+    /// What it touches lives until the stream has done it.
+    pub(crate) unsafe fn replay(&self, graph: &Graph) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        unsafe { self.0.replay(graph) }
+    }
+
     /// Waits until everything enqueued is done.
     pub(crate) fn synchronize(&self) -> Result<(), CudaError> {
         self.0.synchronize()

@@ -3,7 +3,8 @@
 //! Owns the parent: a private daemon, worker processes, the progress bar, the verdict. What a worker
 //! does is in [`worker`], what is right is in [`verify`].
 
-mod verify;
+pub(crate) mod tensor;
+pub(crate) mod verify;
 mod worker;
 
 use crate::backend::Fault;

@@ -3,17 +3,15 @@
 //! Owns the loop: fill, reduce (timed), check. It reads its [`WorkerSpec`] from standard input and
 //! prints one [`Report`] a line on standard output.
 
-use crate::demo::verify::{BitsOf, Sample, TensorId, fill, fingerprint, wrong_elements};
-use crate::device::{self, DeviceError, DeviceTensor, WorkerStream};
+use crate::demo::tensor::{AnyTensor, Rank, TensorError};
+use crate::demo::verify::TensorId;
+use crate::device::{self, DeviceError, WorkerStream};
 use crate::wire::{print_line, read_line};
 use crate::workload::{ReductionSpec, Workload};
-use allreduce_client::blocking::{Client, Communicator};
-use allreduce_client::{
-    AllReduceError, AllReduceOptions, Buffer, BufferError, ConnectError, JoinError, JoinOptions,
-    bf16, f16,
-};
+use allreduce_client::blocking::Client;
+use allreduce_client::{AllReduceOptions, BufferError, ConnectError, JoinError, JoinOptions};
 use allreduce_contract::cuda::CudaError;
-use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op};
+use allreduce_contract::{Backend, Dtype, Lane, Op};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Instant;
@@ -82,171 +80,13 @@ pub(crate) enum WorkerError {
     #[error(transparent)]
     Buffer(#[from] BufferError),
     #[error(transparent)]
-    AllReduce(#[from] AllReduceError),
+    Reduce(#[from] TensorError),
     #[error(transparent)]
     Device(#[from] DeviceError),
     #[error(transparent)]
     Cuda(#[from] CudaError),
     #[error("standard output: {0}")]
     Output(#[from] std::io::Error),
-}
-
-/// Where a worker's tensors are.
-struct Rank<'a> {
-    communicator: &'a Communicator,
-    /// On backend cuda.
-    stream: Option<&'a WorkerStream>,
-}
-
-/// A tensor of the worker's.
-enum Tensor<T: Sample> {
-    /// In shared memory.
-    Host(Buffer<T>),
-    /// In GPU memory, with what it holds (or is to hold) on the host.
-    Device(DeviceTensor<T>, Vec<T>),
-}
-
-impl<T: Sample + BitsOf> Tensor<T> {
-    fn allocate(rank: &Rank, num_elems: usize) -> Result<Self, BufferError> {
-        Ok(match rank.stream {
-            None => Self::Host(rank.communicator.allocate(num_elems)?),
-            Some(_) => Self::Device(
-                DeviceTensor::allocate(rank.communicator, num_elems)?,
-                vec![T::from_bits(0); num_elems],
-            ),
-        })
-    }
-
-    fn fill(&mut self, rank: &Rank, id: TensorId, number: u32) -> Result<(), CudaError> {
-        match (self, rank.stream) {
-            (Self::Host(buffer), _) => fill(buffer.as_mut_slice(), id, number),
-            (Self::Device(tensor, host), Some(stream)) => {
-                fill(host, id, number);
-                tensor.upload(stream, host)?;
-            }
-            (Self::Device(..), None) => {}
-        }
-        Ok(())
-    }
-
-    /// Reduces in place, and waits until the result is there; the algorithm that did it.
-    fn reduce(self, rank: &Rank, op: Op) -> Result<(Self, Algorithm), WorkerError> {
-        let options = AllReduceOptions::default();
-        match (self, rank.stream) {
-            (Self::Device(tensor, host), Some(stream)) => {
-                let reduction = tensor.reduce(rank.communicator, stream, op, options)?;
-                stream.synchronize()?;
-                Ok((Self::Device(tensor, host), reduction.algorithm))
-            }
-            (Self::Host(buffer), _) => {
-                let reduced = rank.communicator.all_reduce_with(buffer, op, options);
-                let (buffer, reduction) = reduced.map_err(AllReduceError::from)?;
-                Ok((Self::Host(buffer), reduction.algorithm))
-            }
-            (Self::Device(..), None) => Err(DeviceError::Unavailable(
-                allreduce_contract::cuda::Unavailable::NoDevice,
-            )
-            .into()),
-        }
-    }
-
-    /// Its elements, brought to the host.
-    fn fetch(&mut self, rank: &Rank) -> Result<&[T], CudaError> {
-        match self {
-            Self::Host(buffer) => Ok(buffer.as_slice()),
-            Self::Device(tensor, host) => {
-                if let Some(stream) = rank.stream {
-                    tensor.download(stream, host)?;
-                }
-                Ok(host)
-            }
-        }
-    }
-}
-
-/// A tensor of any element type.
-enum AnyTensor {
-    F32(Tensor<f32>),
-    F64(Tensor<f64>),
-    F16(Tensor<f16>),
-    Bf16(Tensor<bf16>),
-    I32(Tensor<i32>),
-    I64(Tensor<i64>),
-}
-
-/// Runs `$body` with `$tensor` bound to the typed tensor.
-macro_rules! typed {
-    ($any:expr, $tensor:ident => $body:expr) => {
-        match $any {
-            AnyTensor::F32($tensor) => $body,
-            AnyTensor::F64($tensor) => $body,
-            AnyTensor::F16($tensor) => $body,
-            AnyTensor::Bf16($tensor) => $body,
-            AnyTensor::I32($tensor) => $body,
-            AnyTensor::I64($tensor) => $body,
-        }
-    };
-}
-
-impl AnyTensor {
-    fn allocate(rank: &Rank, spec: ReductionSpec) -> Result<Self, BufferError> {
-        let num_elems = spec.num_elems;
-        Ok(match spec.dtype {
-            Dtype::F32 => Self::F32(Tensor::allocate(rank, num_elems)?),
-            Dtype::F64 => Self::F64(Tensor::allocate(rank, num_elems)?),
-            Dtype::F16 => Self::F16(Tensor::allocate(rank, num_elems)?),
-            Dtype::Bf16 => Self::Bf16(Tensor::allocate(rank, num_elems)?),
-            Dtype::I32 => Self::I32(Tensor::allocate(rank, num_elems)?),
-            Dtype::I64 => Self::I64(Tensor::allocate(rank, num_elems)?),
-        })
-    }
-
-    fn fill(&mut self, rank: &Rank, id: TensorId, number: u32) -> Result<(), CudaError> {
-        typed!(self, tensor => tensor.fill(rank, id, number))
-    }
-
-    /// Reduces in place; the algorithm that did it.
-    fn reduce(self, rank: &Rank, op: Op) -> Result<(Self, Algorithm), WorkerError> {
-        fn run<T: Sample + BitsOf>(
-            rank: &Rank,
-            tensor: Tensor<T>,
-            op: Op,
-            wrap: fn(Tensor<T>) -> AnyTensor,
-        ) -> Result<(AnyTensor, Algorithm), WorkerError> {
-            let (tensor, algorithm) = tensor.reduce(rank, op)?;
-            Ok((wrap(tensor), algorithm))
-        }
-        match self {
-            Self::F32(tensor) => run(rank, tensor, op, Self::F32),
-            Self::F64(tensor) => run(rank, tensor, op, Self::F64),
-            Self::F16(tensor) => run(rank, tensor, op, Self::F16),
-            Self::Bf16(tensor) => run(rank, tensor, op, Self::Bf16),
-            Self::I32(tensor) => run(rank, tensor, op, Self::I32),
-            Self::I64(tensor) => run(rank, tensor, op, Self::I64),
-        }
-    }
-
-    /// The result's fingerprint and, where this rank checks it, how many elements are wrong.
-    fn check(
-        &mut self,
-        rank: &Rank,
-        id: TensorId,
-        world_size: u32,
-        op: Op,
-        is_mine: bool,
-    ) -> Result<(u64, Option<usize>), CudaError> {
-        fn of<T: Sample + BitsOf>(
-            result: &[T],
-            id: TensorId,
-            world_size: u32,
-            op: Op,
-            is_mine: bool,
-        ) -> (u64, Option<usize>) {
-            let wrong = is_mine.then(|| wrong_elements(result, id, world_size, op));
-            (fingerprint(result), wrong)
-        }
-        typed!(self, tensor => tensor.fetch(rank).map(|result| of(result, id, world_size, op, is_mine)))
-    }
 }
 
 /// Bytes that a reduction takes of an arena.
@@ -408,14 +248,14 @@ impl Runner<'_> {
             tensor.fill(self.rank, id, number)?;
         }
         if let Some(barrier) = self.barrier.take() {
-            self.barrier = Some(barrier.reduce(self.rank, Op::Sum)?.0);
+            self.barrier = Some(barrier.reduce(self.rank, Op::Sum, AllReduceOptions::default())?.0);
         }
         let mut done = Vec::with_capacity(batch.len());
         let tensors = std::mem::take(&mut self.tensors);
         let start = Instant::now();
         let mut before = start;
         for (tensor, spec) in tensors.into_iter().zip(batch) {
-            let (tensor, algorithm) = tensor.reduce(self.rank, spec.op)?;
+            let (tensor, algorithm) = tensor.reduce(self.rank, spec.op, AllReduceOptions::default())?;
             let after = Instant::now();
             self.tensors.push(tensor);
             done.push((algorithm, micros(before, after)));

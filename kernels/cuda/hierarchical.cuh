@@ -1,5 +1,5 @@
 // Hierarchical all-reduce, for ranks that sit in islands (two sockets, two roots): reduce-scatter inside each island, an
-// exchange of partials across, all-gather inside. Across the islands goes 1/island_size of what a flat algorithm sends.
+// exchange of partials across, all-gather inside. Across the islands each rank sends a slice, in f32, to each island.
 //
 // Shapes      as one_shot.cuh. world_size = islands x island_size; rank r is at place r % island_size of island
 //             r / island_size. Its island-peers are the ranks of its island, its counterparts those at its place elsewhere.

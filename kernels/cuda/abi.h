@@ -42,6 +42,7 @@ enum Algorithm : u32 {
     TWO_SHOT_PUSH = 3,
     TWO_SHOT_PULL = 4,
     TWO_SHOT_PULL_INBAND = 5,
+    HIERARCHICAL = 6,
 };
 
 enum Dtype : u32 { DTYPE_F32 = 0, DTYPE_F16 = 1, DTYPE_BF16 = 2 };
@@ -157,7 +158,9 @@ struct Control {
     u64 staging_offset;
     u64 staging_part_bytes;
     u32 failed;      // set by the device: a call of this epoch failed here, later ones touch no window
-    u32 reserved0;
+    // HIERARCHICAL: ranks of an island. Rank r is at place r % island_size of island r / island_size; it divides world_size,
+    // else (0 too) the call is a BAD_CALL. Part of the signature. Others do not read it.
+    u32 island_size;
     u64 wake;        // lane resident, the rank's: address of the wake word in host-mapped memory
     u32 reserved1[8];
     u64 window[MAX_WORLD_SIZE];  // base of each rank's window, as mapped in this process
@@ -173,6 +176,7 @@ static_assert(sizeof(Control) == 2560, "ABI");
 static_assert(AR_OFFSETOF(Control, timeout_ns) == 16, "ABI");
 static_assert(AR_OFFSETOF(Control, push_offset) == 32, "ABI");
 static_assert(AR_OFFSETOF(Control, failed) == 80, "ABI");
+static_assert(AR_OFFSETOF(Control, island_size) == 84, "ABI");
 static_assert(AR_OFFSETOF(Control, wake) == 88, "ABI");
 static_assert(AR_OFFSETOF(Control, window) == 128, "ABI");
 static_assert(AR_OFFSETOF(Control, arena) == 256, "ABI");
@@ -189,6 +193,7 @@ static_assert(AR_OFFSETOF(Control, blocks) == 512, "ABI");
 // Largest tensor (padded to packs) per algorithm:
 //   one_shot_push         push_slot_bytes
 //   two_shot_push         world_size slices of push_slot_bytes / 2
+//   hierarchical          island_size slices of push_slot_bytes / 2
 //   one/two_shot_pull_inband   inband_part_bytes (direct two-shot: world_size slices of it)
 //   one/two_shot_pull     staging_part_bytes (direct, not in place: one-shot unlimited,
 //                         two-shot world_size slices of it)
@@ -284,6 +289,23 @@ struct RingLaunch {
     u32 reserved;
 };
 static_assert(sizeof(RingLaunch) == 48, "ABI");
+
+// The parameter of allreduced_reduce_copied_<dtype>: tensors that are all here already, reduced in rank order. No rank is
+// waited for, no window touched. world_size 1..=MAX_WORLD_SIZE and op an Op, else the whole of dst becomes NaN.
+struct ReduceCopied {
+    u64 sources[MAX_WORLD_SIZE];  // addresses of num_elems elements, element-aligned; in rank order
+    u64 dst;                      // likewise; equal to any source or disjoint from it
+    u64 num_elems;                // may be 0
+    u32 world_size;
+    u32 op;                       // Op
+};
+static_assert(sizeof(ReduceCopied) == 152, "ABI");
+static_assert(AR_OFFSETOF(ReduceCopied, dst) == 128, "ABI");
+static_assert(AR_OFFSETOF(ReduceCopied, num_elems) == 136, "ABI");
+static_assert(AR_OFFSETOF(ReduceCopied, world_size) == 144, "ABI");
+static_assert(AR_OFFSETOF(ReduceCopied, op) == 148, "ABI");
+// Most threads of its blocks.
+constexpr u32 REDUCE_COPIED_THREADS = 512;
 
 // The word that marks "not yet arrived" in the push and inband regions.
 constexpr u32 EMPTY_WORD = 0xffffffffu;

@@ -2,9 +2,10 @@
 //
 // World: n2, n4, n8 for exactly that many ranks; w4, w8, w16 for any number up to that. Take n<N> where
 // it exists, else the smallest w. One parameter, a Launch by value. Launch shape, limits and guarantees:
-// one_shot.cuh, two_shot.cuh. Dynamic shared memory: 0.
+// one_shot.cuh, two_shot.cuh, hierarchical.cuh. allreduced_reduce_copied_<dtype>: reduce_copied.cuh. Dynamic shared memory: 0.
+#include "hierarchical.cuh"
+#include "reduce_copied.cuh"
 #include "resident.cuh"
-#include "two_shot.cuh"
 
 #if AR_CUDA
 
@@ -123,6 +124,22 @@ extern "C" __global__ void __launch_bounds__(allreduced::SERVICE_THREADS) allred
     allreduced::ring(launch);
 }
 
+// allreduced_reduce_copied_<dtype>: see reduce_copied.cuh.
+#define AR_REDUCE_COPIED(NAME, TYPE)                                                                                \
+    extern "C" __global__ void __launch_bounds__(allreduced::REDUCE_COPIED_THREADS)                                  \
+        allreduced_reduce_copied_##NAME(const __grid_constant__ allreduced::ReduceCopied parameters) {               \
+        allreduced::reduce_copied<allreduced::TYPE>(parameters);                                                     \
+    }
+#if AR_WANTED_DTYPES & 1
+AR_REDUCE_COPIED(f32, F32)
+#endif
+#if AR_WANTED_DTYPES & 2
+AR_REDUCE_COPIED(f16, F16)
+#endif
+#if AR_WANTED_DTYPES & 4
+AR_REDUCE_COPIED(bf16, BF16)
+#endif
+
 // For benches: a kernel of the worker's that takes about `ns`.
 extern "C" __global__ void __launch_bounds__(32) allreduced_pause(const unsigned long long ns) {
     allreduced::wait_for_previous_kernel();
@@ -141,6 +158,7 @@ AR_DTYPES(one_shot_pull_inband)
 AR_DTYPES(two_shot_push)
 AR_DTYPES(two_shot_pull)
 AR_DTYPES(two_shot_pull_inband)
+AR_DTYPES(hierarchical)
 #endif
 
 #endif

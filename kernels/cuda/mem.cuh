@@ -40,7 +40,8 @@ enum WaitSite : u32 {
     WAIT_RESULT = 2,
     WAIT_READY = 3,
     WAIT_DONE = 4,
-    WAIT_SITES = 5,
+    WAIT_PARTIAL = 5,
+    WAIT_SITES = 6,
 };
 
 #if !AR_CUDA

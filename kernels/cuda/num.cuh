@@ -3,7 +3,8 @@
 // Results equal the host backend's bit for bit: the accumulator starts as rank 0's element and takes
 // ranks 1.. in order, in f32; avg multiplies the sum by f32(1/world_size); min and max are IEEE-754-2019
 // minimum and maximum (NaN propagates, -0 < +0); one rounding, to nearest even; subnormals exact; a NaN
-// result is the canonical one. No toolkit header: conversions are PTX, or integer code in the harness.
+// result is the canonical one. A hierarchical reduction keeps f32 partials of each island's ranks, in rank order, and takes
+// those in island order. No toolkit header: conversions are PTX, or integer code in the harness.
 #pragma once
 #include "mem.cuh"
 
@@ -125,24 +126,62 @@ AR_DEV Pack rounded(const float* acc) {
     return out;
 }
 
-// Reduces v[0..world_size) in rank order. v is indexed by constants only, so it stays in registers. Sums go
-// straight through; minimum and maximum are out of line, by way of the stack, so that sums do not fetch their code.
+// The accumulator takes the next rank's elements.
 template <class T>
-AR_DEV_COLD Pack reduce_extremum(const Pack* v, u32 world_size, u32 op) {
-    const u32 flip = op == OP_MIN ? 0x80000000u : 0u;
-    float acc[T::ELEMS];
+AR_DEV void add_pack(float* acc, const Pack& p) {
+    float x[T::ELEMS];
+    T::unpack(p, x);
+#pragma unroll
+    for (u32 i = 0; i < T::ELEMS; i++) acc[i] = add_rn(acc[i], x[i]);
+}
+template <class T>
+AR_DEV void maximum_pack(float* acc, const Pack& p, u32 flip) {
+    float x[T::ELEMS];
+    T::unpack(p, x);
+#pragma unroll
+    for (u32 i = 0; i < T::ELEMS; i++) acc[i] = maximum(acc[i], as_float(as_u32(x[i]) ^ flip));
+}
+AR_DEV u32 flip_of(u32 op) { return op == OP_MIN ? 0x80000000u : 0u; }
+template <class T>
+AR_DEV void flip_all(float* acc, u32 flip) {
+#pragma unroll
+    for (u32 i = 0; i < T::ELEMS; i++) acc[i] = as_float(as_u32(acc[i]) ^ flip);
+}
+// What is left when all ranks' elements are in: the average's factor, the one rounding.
+template <class T>
+AR_DEV Pack finish_sum(float* acc, u32 world_size, u32 op) {
+    if (op == OP_AVG) {
+        const float scale = reciprocal_rn((float)world_size);
+#pragma unroll
+        for (u32 i = 0; i < T::ELEMS; i++) acc[i] = mul_rn(acc[i], scale);
+    }
+    return rounded<T>(acc);
+}
+
+// v[0..count) in order, in f32, neither scaled nor rounded. v is indexed by constants only, so it stays in registers. Sums go
+// straight through; minimum and maximum are out of line, by way of the stack, so that sums do not fetch their code.
+template <class T, int W>
+AR_DEV void sum(const Pack (&v)[W], u32 count, float (&acc)[T::ELEMS]) {
     T::unpack(v[0], acc);
 #pragma unroll
-    for (u32 i = 0; i < T::ELEMS; i++) acc[i] = as_float(as_u32(acc[i]) ^ flip);
+    for (int r = 1; r < W; r++)
+        if (r < (int)count) add_pack<T>(acc, v[r]);
+}
+template <class T>
+AR_DEV void extremum(const Pack* v, u32 count, u32 op, float* acc) {
+    const u32 flip = flip_of(op);
+    T::unpack(v[0], acc);
+    flip_all<T>(acc, flip);
 #pragma unroll 1
-    for (u32 r = 1; r < world_size; r++) {
-        float x[T::ELEMS];
-        T::unpack(v[r], x);
-#pragma unroll
-        for (u32 i = 0; i < T::ELEMS; i++) acc[i] = maximum(acc[i], as_float(as_u32(x[i]) ^ flip));
-    }
-#pragma unroll
-    for (u32 i = 0; i < T::ELEMS; i++) acc[i] = as_float(as_u32(acc[i]) ^ flip);
+    for (u32 r = 1; r < count; r++) maximum_pack<T>(acc, v[r], flip);
+    flip_all<T>(acc, flip);
+}
+
+// Reduces v[0..world_size) in rank order.
+template <class T>
+AR_DEV_COLD Pack reduce_extremum(const Pack* v, u32 world_size, u32 op) {
+    float acc[T::ELEMS];
+    extremum<T>(v, world_size, op, acc);
     return rounded<T>(acc);
 }
 template <class T, int W>
@@ -155,21 +194,37 @@ AR_DEV Pack reduce(const Pack (&v)[W], u32 world_size, u32 op) {
         return reduce_extremum<T>(copy, world_size, op);
     }
     float acc[T::ELEMS];
-    T::unpack(v[0], acc);
+    sum<T, W>(v, world_size, acc);
+    return finish_sum<T>(acc, world_size, op);
+}
+
+// The same up to where it may go on elsewhere: f32 partials of v[0..count). A partial of partials is one with T = F32;
+// the last one goes through finish_sum, whatever the operator.
+template <class T>
+AR_DEV_COLD void accumulate_extremum(const Pack* v, u32 count, u32 op, float* acc) {
+    extremum<T>(v, count, op, acc);
+}
+template <class T, int W>
+AR_DEV void accumulate(const Pack (&v)[W], u32 count, u32 op, float (&acc)[T::ELEMS]) {
+    if (AR_UNLIKELY(op > OP_AVG)) {
+        Pack copy[W];
+        float out[T::ELEMS];
 #pragma unroll
-    for (int r = 1; r < W; r++)
-        if (r < (int)world_size) {
-            float x[T::ELEMS];
-            T::unpack(v[r], x);
+        for (int r = 0; r < W; r++)
+            if (r < (int)count) copy[r] = v[r];
+        accumulate_extremum<T>(copy, count, op, out);
 #pragma unroll
-            for (u32 i = 0; i < T::ELEMS; i++) acc[i] = add_rn(acc[i], x[i]);
-        }
-    if (op == OP_AVG) {
-        const float scale = reciprocal_rn((float)world_size);
-#pragma unroll
-        for (u32 i = 0; i < T::ELEMS; i++) acc[i] = mul_rn(acc[i], scale);
+        for (u32 i = 0; i < T::ELEMS; i++) acc[i] = out[i];
+        return;
     }
-    return rounded<T>(acc);
+    sum<T, W>(v, count, acc);
+}
+// Four partials as they are sent: a NaN is the canonical one, so no word of them is EMPTY_WORD.
+AR_DEV Pack partial_pack(const float* acc) {
+    Pack p;
+#pragma unroll
+    for (int i = 0; i < 4; i++) p.w[i] = is_nan(acc[i]) ? F32::NAN_WORD : as_u32(acc[i]);
+    return p;
 }
 
 // On the way in: the all-ones word, a NaN in each of its elements, becomes another NaN word. Every

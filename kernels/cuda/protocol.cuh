@@ -1,6 +1,6 @@
 // One call's life in a block: enter, greet, wait, leave; and what happens when a wait has no end.
 //
-// Used by the algorithms in one_shot.cuh and two_shot.cuh. The whole protocol (states, orders, why no
+// Used by the algorithms in one_shot.cuh, two_shot.cuh and hierarchical.cuh. The whole protocol (states, orders, why no
 // barrier is missing) is described in kernels/README.md, "CUDA"; SYNC names are the same there.
 #pragma once
 #include "num.cuh"
@@ -471,9 +471,10 @@ AR_DEV void await_packs(Block& b, Pack (&v)[U][W], Wanted wanted, Address addres
 }
 
 // The short form of the same: at most one pack of each rank, and no branch per rank. First everything is
-// loaded, then again what had not arrived. What is not wanted keeps its value. See exchange_once.
-template <bool DEPENDENT, int W, class Wanted, class Address>
-AR_DEV void await_row(Block& b, Pack (&v)[W], Wanted wanted, Address address, [[maybe_unused]] u32 site) {
+// loaded, then again what had not arrived. What is not wanted keeps its value. See exchange_once. `rank_of(r)` is the
+// rank to name when v[r] does not come.
+template <bool DEPENDENT, int W, class Wanted, class Address, class RankOf>
+AR_DEV void await_row_of(Block& b, Pack (&v)[W], Wanted wanted, Address address, [[maybe_unused]] u32 site, RankOf rank_of) {
 #pragma unroll
     for (int r = 0; r < W; r++)
         if (r < (int)b.world_size) ld_pack_if<DEPENDENT>(v[r], address(r), wanted(r));
@@ -492,7 +493,7 @@ AR_DEV void await_row(Block& b, Pack (&v)[W], Wanted wanted, Address address, [[
 #pragma unroll
             for (int r = W - 1; r >= 0; r--)
                 if (missing[r]) from = r;
-            const u64 start = look(b.control, b.signal, b.sequence, b.wait_start_ns, from);
+            const u64 start = look(b.control, b.signal, b.sequence, b.wait_start_ns, rank_of(from));
             b.wait_start_ns = start;
             if (start == WAIT_OVER) {
                 b.failed = true;
@@ -503,6 +504,10 @@ AR_DEV void await_row(Block& b, Pack (&v)[W], Wanted wanted, Address address, [[
         for (int r = 0; r < W; r++)
             if (r < (int)b.world_size) ld_pack_if<DEPENDENT>(v[r], address(r), missing[r]);
     }
+}
+template <bool DEPENDENT, int W, class Wanted, class Address>
+AR_DEV void await_row(Block& b, Pack (&v)[W], Wanted wanted, Address address, u32 site) {
+    await_row_of<DEPENDENT, W>(b, v, wanted, address, site, [](u32 r) { return r; });
 }
 
 }  // namespace allreduced

@@ -2,10 +2,10 @@
 //
 //   harness [quick|full] [conform|abort|all]
 //
-// Conform: every algorithm, dtype, op, world size 2..=8, odd sizes, odd alignment, in and out of place,
-// alternating sizes and grids, repeated calls, a slow rank; results bit for bit against a scalar
-// reference, guard bytes around every output. Abort: an abort raised at every wait, a stalled rank, mismatching
-// calls, capacity, re-forming. Exit 0: all passed. A watchdog ends what hangs.
+// Conform: every algorithm, dtype, op, world size 2..=8, every island size that divides it, odd sizes, odd alignment, in and out
+// of place, alternating sizes and grids, repeated calls, a slow rank; results bit for bit against a scalar
+// reference, guard bytes around every output. And reduce_copied, likewise. Abort: an abort raised at every wait, a stalled
+// rank, mismatching calls, capacity, island sizes that are none, re-forming. Exit 0: all passed. A watchdog ends what hangs.
 #include <signal.h>
 #include <unistd.h>
 
@@ -15,6 +15,8 @@
 #include <string>
 #include <thread>
 
+#include "../hierarchical.cuh"
+#include "../reduce_copied.cuh"
 #include "../two_shot.cuh"
 #include "reference.hpp"
 
@@ -23,7 +25,7 @@ using namespace allreduced;
 namespace {
 
 constexpr u32 DATA_THREADS = 2, THREADS = DATA_THREADS + SERVICE_THREADS, BLOCKS = 2;
-constexpr u64 SLOT_BYTES = 2048, PART_BYTES = 2048, ARENA_BYTES = 16384;
+constexpr u64 SLOT_BYTES = 4096, PART_BYTES = 2048, ARENA_BYTES = 16384;
 constexpr u64 GUARD = 64;
 #if !defined(AR_TIMEOUT_MS)
 #define AR_TIMEOUT_MS 60000
@@ -43,6 +45,7 @@ Kernel pick(u32 algorithm, u32 w) {
         case ONE_SHOT_PULL_INBAND: return ROW(one_shot_pull_inband);
         case TWO_SHOT_PUSH: return ROW(two_shot_push);
         case TWO_SHOT_PULL: return ROW(two_shot_pull);
+        case HIERARCHICAL: return ROW(hierarchical);
         default: return ROW(two_shot_pull_inband);
     }
 #undef ROW
@@ -66,7 +69,9 @@ const Variant VARIANTS[] = {
     {TWO_SHOT_PULL, true, "two_shot_pull/direct"},
     {TWO_SHOT_PULL_INBAND, false, "two_shot_pull_inband"},
     {TWO_SHOT_PULL_INBAND, true, "two_shot_pull_inband/direct"},
+    {HIERARCHICAL, false, "hierarchical"},
 };
+constexpr u32 NUM_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS;
 const char* DTYPE_NAMES[] = {"f32", "f16", "bf16"};
 
 enum class Expect { exact, exact_or_nan, nan };
@@ -124,6 +129,9 @@ struct World {
     std::vector<u64> status;
     u64 arena_offset = 0;
     u32 epoch = 0;
+    u32 island_size = 1;  // of all ranks, but for:
+    int odd_rank = -1;
+    u32 odd_island_size = 0;
 
     struct RankState {
         std::vector<std::unique_ptr<sim::BlockState>> blocks;
@@ -136,7 +144,7 @@ struct World {
     std::vector<RankState> ranks;
     std::unique_ptr<std::barrier<>> step_barrier;  // of rank leaders, only around re-forming and arming
 
-    World(std::string name_, u32 n_) : name(std::move(name_)), n(n_) {}
+    World(std::string name_, u32 n_, u32 island_size_ = 1) : name(std::move(name_)), n(n_), island_size(island_size_) {}
 
     void form() {
         epoch++;
@@ -174,6 +182,7 @@ struct World {
             c.inband_part_bytes = PART_BYTES;
             c.staging_offset = staging;
             c.staging_part_bytes = PART_BYTES;
+            c.island_size = (int)r == odd_rank ? odd_island_size : island_size;
             for (u32 p = 0; p < n; p++) {
                 c.window[p] = (u64)windows[p].get();
                 c.arena[p] = c.window[p] + arena_offset;
@@ -283,7 +292,10 @@ struct World {
                 reference::fill(d, s.inputs[r].data(), s.num_elems, s.seed * 64 + r, n > 4 ? 32 : 12);
                 in.push_back(s.inputs[r].data());
             }
-            s.want = reference::reduce(d, (reference::Op)s.op, in, s.num_elems);
+            const bool tree = s.algorithm == HIERARCHICAL && island_size != 0 && n % island_size == 0;
+            s.want = reference::reduce_tree(d, (reference::Op)s.op, in, s.num_elems, tree ? island_size : n);
+            if (tree && (island_size == 1 || island_size == n) && s.want != reference::reduce(d, (reference::Op)s.op, in, s.num_elems))
+                FAIL("%s: the reference's tree is not flat", name.c_str());
         }
         ranks.resize(n);
         step_barrier = std::make_unique<std::barrier<>>(n);
@@ -312,54 +324,65 @@ void expect_status(World& w, u32 reason, int blamed, const char* what, int excep
     }
 }
 
+const u64 SIZES[] = {257, 0, 1, 64, 7, 511, 33, 8, 129, 0, 500, 3, 256, 65};
+constexpr u32 NUM_SIZES = sizeof SIZES / sizeof *SIZES;
+
+// One communicator, one algorithm.
+void conform_world(const Variant& v, u32 d, u32 n, u32 island_size, u32 count, u64& seed) {
+    World w(std::string(v.name) + " " + DTYPE_NAMES[d] + " n=" + std::to_string(n) + "/" + std::to_string(island_size), n, island_size);
+    if (d == 1) w.first_sequence = 0xfffffff8u;  // wraps during the test
+    for (u32 i = 0; i < count; i++) {
+        Step s;
+        s.algorithm = v.algorithm;
+        s.direct = v.direct;
+        s.dtype = d;
+        s.op = (i + i / 4) % 4;
+        s.num_elems = SIZES[(i + n) % NUM_SIZES];
+        s.grid = 1 + (i % 3 != 1);
+        s.in_place = i % 2;
+        s.in_arena = i % 4 >= 2;
+        s.src_skew = i % 5 == 3 ? 1 : 0;
+        s.dst_skew = i % 5 == 4 ? 3 : 0;
+        s.slow_rank = i % 3 == 0 ? (int)(i / 3 % n) : -1;
+        s.seed = seed++;
+#if defined(AR_MUTATE_STALLED_RANK)
+        if (i == 5) s.absent_rank = 1;
+#endif
+        w.steps.push_back(s);
+    }
+    w.run();
+    for (u32 r = 0; r < n; r++)
+        if (w.status[r]) FAIL("%s rank %u: status %016llx", w.name.c_str(), r, w.status[r]);
+}
+
 void conform(bool full) {
-    const u64 sizes[] = {257, 0, 1, 64, 7, 511, 33, 8, 129, 0, 500, 3, 256, 65};
-    const u32 num_sizes = sizeof sizes / sizeof *sizes;
+    const u32 count = full ? 2 * NUM_SIZES : NUM_SIZES;
     u64 seed = 1;
-    for (u32 n = 2; n <= (full ? 9u : 8u); n++)
+    for (u32 n = 2; n <= MAX_WORLD_SIZE; n++)
         for (u32 d = 0; d < 3; d++)
             for (const Variant& v : VARIANTS) {
-                // Quick: each world size meets each algorithm with one dtype, rotating.
                 if (AR_ONLY >= 0 && &v != &VARIANTS[AR_ONLY < 0 ? 0 : AR_ONLY]) continue;
-                if (!full && (n + v.algorithm + v.direct) % 3 != d) continue;
-                World w(std::string(v.name) + " " + DTYPE_NAMES[d] + " n=" + std::to_string(n), n);
-                if (d == 1) w.first_sequence = 0xfffffff8u;  // wraps during the test
-                const u32 count = full ? 2 * num_sizes : num_sizes;
-                for (u32 i = 0; i < count; i++) {
-                    Step s;
-                    s.algorithm = v.algorithm;
-                    s.direct = v.direct;
-                    s.dtype = d;
-                    s.op = (i + i / 4) % 4;
-                    s.num_elems = sizes[(i + n) % num_sizes];
-                    s.grid = 1 + (i % 3 != 1);
-                    s.in_place = i % 2;
-                    s.in_arena = i % 4 >= 2;
-                    s.src_skew = i % 5 == 3 ? 1 : 0;
-                    s.dst_skew = i % 5 == 4 ? 3 : 0;
-                    s.slow_rank = i % 3 == 0 ? (int)(i / 3 % n) : -1;
-                    s.seed = seed++;
-#if defined(AR_MUTATE_STALLED_RANK)
-                    if (i == 5) s.absent_rank = 1;
-#endif
-                    w.steps.push_back(s);
-                }
-                w.run();
-                for (u32 r = 0; r < n; r++)
-                    if (w.status[r]) FAIL("%s rank %u: status %016llx", w.name.c_str(), r, w.status[r]);
+                const bool islands = v.algorithm == HIERARCHICAL;
+                // Quick: each world size meets each algorithm with one dtype, rotating; the one with islands with all. Worlds of
+                // more than 8 (full: 9) are for islands only, where they have many.
+                if (n > (full ? 9u : 8u) && !(islands && d == n / 4 % 3 && (n == 12 || n == 16))) continue;
+                if (!full && !islands && (n + v.algorithm + v.direct) % 3 != d) continue;
+                for (u32 island_size = islands ? 1 : n; island_size <= n; island_size++)
+                    if (n % island_size == 0) conform_world(v, d, n, island_size, count, seed);
             }
     // One communicator, all algorithms in turn: they share sequence, parity and slots.
-    for (u32 n : {2u, 3u, 5u}) {
+    const u32 mixed[][2] = {{2, 2}, {3, 1}, {5, 5}, {6, 2}};
+    for (const auto& [n, island_size] : mixed) {
         if (AR_ONLY >= 0) break;
-        World w("mixed n=" + std::to_string(n), n);
-        for (u32 i = 0; i < (full ? 72u : 27u); i++) {
-            const Variant& v = VARIANTS[(i * 4) % 9];
+        World w("mixed n=" + std::to_string(n) + "/" + std::to_string(island_size), n, island_size);
+        for (u32 i = 0; i < (full ? 80u : 30u); i++) {
+            const Variant& v = VARIANTS[(i * 3) % NUM_VARIANTS];
             Step s;
             s.algorithm = v.algorithm;
             s.direct = v.direct;
             s.dtype = i % 3;
             s.op = i % 4;
-            s.num_elems = sizes[i % num_sizes];
+            s.num_elems = SIZES[i % NUM_SIZES];
             s.grid = 1 + i % 2;
             s.in_place = i % 2;
             s.slow_rank = i % 4 == 0 ? (int)(i % n) : -1;
@@ -368,6 +391,60 @@ void conform(bool full) {
         }
         w.run();
     }
+}
+
+// No communicator: each thread of each block in turn.
+void copied(bool full) {
+    const u64 sizes[] = {0, 1, 7, 8, 33, 257, 1000};
+    u64 seed = 5000;
+    std::vector<Bytes> memories;
+    for (u32 r = 0; r <= MAX_WORLD_SIZE; r++) memories.push_back(make_bytes(8192));
+    for (u32 n = 0; n <= MAX_WORLD_SIZE + 1; n++)
+        for (u32 d = 0; d < 3; d++)
+            for (u32 op = 0; op <= 4; op++)
+                for (u32 i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+                    if (!full && (n + d + op + i) % 3 != 0) continue;
+                    const auto dtype = (reference::Dtype)d;
+                    const u64 size = reference::size_of(dtype), num = sizes[i], bytes = num * size;
+                    const bool bad = n == 0 || n > MAX_WORLD_SIZE || op > OP_MAX;
+                    std::vector<std::vector<uint8_t>> inputs(n);
+                    std::vector<const uint8_t*> in;
+                    ReduceCopied p = {};
+                    const u32 in_place = (op + i) % 4 == 1 && !bad ? (d + i) % n : MAX_WORLD_SIZE;
+                    for (u32 r = 0; r < n && r < MAX_WORLD_SIZE; r++) {
+                        // All aligned, one of them not, none.
+                        const u64 skew = i % 3 == 1 ? (r == n / 2) : i % 3 == 2 ? r + 1 : 0;
+                        inputs[r].resize(bytes + 1);
+                        reference::fill(dtype, inputs[r].data(), num, seed++, n > 4 ? 32 : 12);
+                        in.push_back(inputs[r].data());
+                        uint8_t* at = memories[r].get() + GUARD + skew * size;
+                        memset(memories[r].get(), 0xcc, 8192);
+                        memcpy(at, inputs[r].data(), bytes);
+                        p.sources[r] = (u64)at;
+                    }
+                    memset(memories[MAX_WORLD_SIZE].get(), 0xcc, 8192);
+                    p.dst = in_place < MAX_WORLD_SIZE ? p.sources[in_place] : (u64)(memories[MAX_WORLD_SIZE].get() + GUARD + (op == 2) * size);
+                    p.num_elems = num;
+                    p.world_size = n;
+                    p.op = op;
+                    const u32 grid = 1 + i % 3, threads = 3 + i;
+                    for (u32 block = 0; block < grid; block++)
+                        for (u32 t = 0; t < threads; t++) {
+                            sim::self = {nullptr, t, block, 0, grid, threads, 0};
+                            d == DTYPE_F32 ? reduce_copied<F32>(p) : d == DTYPE_F16 ? reduce_copied<F16>(p) : reduce_copied<BF16>(p);
+                        }
+                    const uint8_t* out = (const uint8_t*)p.dst;
+                    bool ok = true;
+                    if (bad)
+                        for (u64 e = 0; e < num; e++) ok &= reference::get(dtype, out, e) == reference::canonical_nan(dtype);
+                    else
+                        ok = bytes == 0 || memcmp(out, reference::reduce(dtype, (reference::Op)op, in, num).data(), bytes) == 0;
+                    for (u32 r = 0; r < n && r < MAX_WORLD_SIZE; r++)
+                        if (r != in_place) ok &= memcmp((const void*)p.sources[r], inputs[r].data(), bytes) == 0;
+                    for (u64 e = 1; e <= 16; e++) ok &= out[-(long)e] == 0xcc && out[bytes + e - 1] == 0xcc;
+                    if (!ok) FAIL("reduce_copied %s n=%u op=%u elems=%llu", DTYPE_NAMES[d], n, op, num);
+                    calls_run++;
+                }
 }
 
 void abort_tests() {
@@ -382,13 +459,14 @@ void abort_tests() {
         s.expect = s.expect_armed = e;
         return s;
     };
-    const char* site_names[] = {"header", "input", "result", "ready", "done"};
+    const char* site_names[] = {"header", "input", "result", "ready", "done", "partial"};
     for (const Variant& v : VARIANTS) {
         if (AR_ONLY >= 0 && &v != &VARIANTS[AR_ONLY < 0 ? 0 : AR_ONLY]) continue;
         u32 hits = 0;
+        const bool islands = v.algorithm == HIERARCHICAL;  // two of two ranks
         for (u32 site = 0; site < WAIT_SITES; site++) {
             for (u32 rank : {0u, 2u}) {
-                World w(std::string(v.name) + " abort at " + site_names[site], 3);
+                World w(std::string(v.name) + " abort at " + site_names[site], islands ? 4 : 3, 2);
                 Step s = step(v, Expect::exact);
                 w.steps.push_back(s);
                 s = step(v, Expect::exact_or_nan);
@@ -405,7 +483,8 @@ void abort_tests() {
                 // Sites that this algorithm does not have are never reached, and nothing fails then.
                 const bool has = site == WAIT_HEADER ||
                                  (site == WAIT_INPUT && !v.direct && v.algorithm != ONE_SHOT_PULL && v.algorithm != TWO_SHOT_PULL) ||
-                                 (site == WAIT_RESULT && (v.algorithm == TWO_SHOT_PUSH || v.algorithm == TWO_SHOT_PULL_INBAND)) ||
+                                 (site == WAIT_RESULT && (v.algorithm == TWO_SHOT_PUSH || v.algorithm == TWO_SHOT_PULL_INBAND || islands)) ||
+                                 (site == WAIT_PARTIAL && islands) ||
                                  (site == WAIT_READY && !v.direct && (v.algorithm == ONE_SHOT_PULL || v.algorithm == TWO_SHOT_PULL)) ||
                                  (site == WAIT_DONE && ((v.direct && v.algorithm == ONE_SHOT_PULL) || v.algorithm == TWO_SHOT_PULL));
                 if (!has) continue;
@@ -418,7 +497,7 @@ void abort_tests() {
         if (hits == 0) FAIL("%s: no waits", v.name);
 
         {  // A rank that does not come: the others time out, name it, and stay failed until re-forming.
-            World w(std::string(v.name) + " stalled rank", 4);
+            World w(std::string(v.name) + " stalled rank", 4, 2);
             w.timeout_ns = 150 * 1000000ull;
             Step s = step(v, Expect::exact);
             w.steps.push_back(s);
@@ -433,7 +512,7 @@ void abort_tests() {
             expect_status(w, REASON_TIMEOUT, 2, "stalled rank", 2);
         }
         {  // A rank that runs another call.
-            World w(std::string(v.name) + " mismatch", 3);
+            World w(std::string(v.name) + " mismatch", 3, 3);
             Step s = step(v, Expect::exact);
             w.steps.push_back(s);
             s = step(v, Expect::nan);
@@ -443,8 +522,27 @@ void abort_tests() {
             w.run();
             expect_status(w, REASON_MISMATCH, -1, "mismatch");
         }
-        {  // Larger than the windows.
-            World w(std::string(v.name) + " capacity", 2);
+        for (u32 island_size : {0u, 3u, 5u, ~0u}) {  // Not a division into islands.
+            if (!islands) break;
+            World w(std::string(v.name) + " islands of " + std::to_string((int)island_size), 4, island_size);
+            w.steps.push_back(step(v, Expect::nan));
+            w.run();
+            expect_status(w, REASON_BAD_CALL, -1, "islands");
+        }
+        if (islands) {  // A rank with other islands, or with none.
+            for (u32 other : {4u, 0u}) {
+                World w(std::string(v.name) + " other islands", 4, 2);
+                w.odd_rank = 1;
+                w.odd_island_size = other;
+                w.steps.push_back(step(v, Expect::nan));
+                w.run();
+                if (other) expect_status(w, REASON_MISMATCH, -1, "other islands");
+                else expect_status(w, REASON_BAD_CALL, 1, "other islands");
+            }
+        }
+        for (u32 island_size : {1u, 2u}) {  // Larger than the windows.
+            if (!islands && island_size == 1) continue;
+            World w(std::string(v.name) + " capacity", 2, island_size);
             Step s = step(v, Expect::nan);
             s.num_elems = 2200;
             s.in_place = true;  // direct one-shot stages its results then
@@ -471,6 +569,7 @@ int main(int argc, char** argv) {
     alarm(argc > 3 ? (unsigned)atoi(argv[3]) : 240);
     const u64 start = now_ns();
     if (part != "abort") conform(depth == "full");
+    if (part != "abort" && AR_ONLY < 0) copied(depth == "full");
     if (part != "conform") abort_tests();
     printf("%s: %ld calls, %d failures, %.1f s\n", failures ? "FAILED" : "passed", calls_run.load(), failures, (now_ns() - start) * 1e-9);
     return failures ? 1 : 0;

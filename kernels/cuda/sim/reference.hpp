@@ -69,18 +69,27 @@ inline uint32_t get(Dtype d, const uint8_t* p, size_t i) {
     return w;
 }
 
-// inputs[r] has num_elems elements; returns the bytes of the result.
-inline std::vector<uint8_t> reduce(Dtype d, Op op, const std::vector<const uint8_t*>& inputs, size_t num_elems) {
+// inputs[r] has num_elems elements; returns the bytes of the result. A fixed tree: islands of island_size consecutive ranks,
+// each reduced in rank order, then their partials in order; rounded once.
+inline std::vector<uint8_t> reduce_tree(Dtype d, Op op, const std::vector<const uint8_t*>& inputs, size_t num_elems, size_t island_size) {
     std::vector<uint8_t> out(num_elems * size_of(d));
     const float scale = 1.0f / (float)inputs.size();
     for (size_t i = 0; i < num_elems; i++) {
-        volatile float acc = widen(d, get(d, inputs[0], i));
-        for (size_t r = 1; r < inputs.size(); r++) acc = combine(op, acc, widen(d, get(d, inputs[r], i)));
+        volatile float acc = 0;
+        for (size_t first = 0; first < inputs.size(); first += island_size) {
+            volatile float partial = widen(d, get(d, inputs[first], i));
+            for (size_t r = first + 1; r < first + island_size; r++) partial = combine(op, partial, widen(d, get(d, inputs[r], i)));
+            acc = first == 0 ? partial : combine(op, acc, partial);
+        }
         if (op == Op::avg) acc = acc * scale;
         const uint32_t bits = narrow(d, acc);
         memcpy(&out[i * size_of(d)], &bits, size_of(d));
     }
     return out;
+}
+// All in rank order.
+inline std::vector<uint8_t> reduce(Dtype d, Op op, const std::vector<const uint8_t*>& inputs, size_t num_elems) {
+    return reduce_tree(d, op, inputs, num_elems, inputs.size());
 }
 
 struct Rng {

@@ -1,6 +1,6 @@
 // The CUDA kernels on a GPU: conformance, aborts, and latency in CUDA graphs.
 //
-//   kernels IMAGE conform            virtual ranks in one launch, all variants, bit for bit
+//   kernels IMAGE conform            virtual ranks in one launch, all variants, islands of each size, reduce_copied, bit for bit
 //   kernels IMAGE sanitize           a sample of the same, for compute-sanitizer
 //   kernels IMAGE abort              stalled rank, mismatch, capacity, abort word; time to return
 //   kernels IMAGE processes N        one process per rank (MPS): changing inputs, overwritten at once
@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -60,6 +61,7 @@ const Variant VARIANTS[] = {
     {TWO_SHOT_PULL, true, "two_shot_pull/direct", "two_shot_pull"},
     {TWO_SHOT_PULL_INBAND, false, "two_shot_pull_inband", "two_shot_pull_inband"},
     {TWO_SHOT_PULL_INBAND, true, "two_shot_pull_inband/dir", "two_shot_pull_inband"},
+    {HIERARCHICAL, false, "hierarchical", "hierarchical"},
 };
 constexpr int NUM_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS;
 const char* DTYPES[] = {"f32", "f16", "bf16"};
@@ -87,8 +89,8 @@ struct Device {
         const std::string world = n == 2 || n == 4 || n == 8 ? "n" + std::to_string(n) : n < 4 ? "w4" : n < 8 ? "w8" : "w16";
         return std::string("allreduced_") + kernel + "_" + DTYPES[dtype] + "_" + world;
     }
-    CUfunction get(const char* kernel, u32 dtype, u32 n) {
-        const std::string name = entry(kernel, dtype, n);
+    CUfunction get(const char* kernel, u32 dtype, u32 n) { return named(entry(kernel, dtype, n)); }
+    CUfunction named(const std::string& name) {
         CUfunction& f = functions[name];
         if (!f) CU(cuModuleGetFunction(&f, module, name.c_str()));
         return f;
@@ -103,9 +105,22 @@ struct Device {
     }
 };
 
+// Island sizes that a world of n ranks is tried with; the last one is the one to measure.
+std::vector<u32> island_sizes(u32 n) {
+    if (n == 4) return {2};
+    if (n == 6) return {2, 3};
+    if (n == 8) return {2, 4};
+    return {n % 4 == 0 ? 4 : n};
+}
+// What a variant gives, bit for bit.
+std::vector<uint8_t> expected(const Variant& v, reference::Dtype d, reference::Op op, const std::vector<const uint8_t*>& in, u64 num, u32 island_size) {
+    return v.algorithm == HIERARCHICAL ? reference::reduce_tree(d, op, in, num, island_size) : reference::reduce(d, op, in, num);
+}
+
 struct Geometry {
     u32 n;
     u64 slot, inband, staging, arena;
+    u32 island_size() const { return island_sizes(n).back(); }
     u64 push_offset() const { return SIGNAL_BYTES; }
     u64 inband_offset() const { return push_offset() + 2 * n * slot; }
     u64 staging_offset() const { return inband_offset() + 8 * inband; }
@@ -133,6 +148,7 @@ Control make_control(const Geometry& g, u32 rank, u32 epoch, u64 timeout_ns, u64
     c.inband_part_bytes = g.inband;
     c.staging_offset = g.staging_offset();
     c.staging_part_bytes = g.staging;
+    c.island_size = g.island_size();
     for (u32 r = 0; r < g.n; r++) {
         c.window[r] = windows[r];
         c.arena[r] = windows[r] + g.arena_offset();
@@ -182,6 +198,10 @@ struct World {
         }
         CU(cuCtxSynchronize());
     }
+    // While no call is in flight.
+    void set_island_size(u32 island_size) {
+        for (u32 r = 0; r < g.n; r++) CU(cuMemcpyHtoD(controls[r] + offsetof(Control, island_size), &island_size, sizeof island_size));
+    }
     ~World() {
         for (u32 r = 0; r < g.n; r++) {
             cuMemFree(windows[r]);
@@ -215,6 +235,80 @@ int failures = 0;
         }                                    \
     } while (0)
 
+// reduce_copied: no communicator, tensors of this process.
+long copied(Device& d, bool few) {
+    const u64 room = 1 << 20;
+    long checks = 0;
+    std::vector<CUdeviceptr> memories(MAX_WORLD_SIZE + 1);
+    for (CUdeviceptr& m : memories) CU(cuMemAlloc(&m, room));
+    for (u32 n : {1u, 2u, 3u, 4u, 5u, 8u, 15u, 16u})
+        for (u32 dt = 0; dt < 3; dt++)
+            for (u32 op = 0; op < 4; op++)
+                for (u64 num : {(u64)0, (u64)1, (u64)7, (u64)4099, (u64)21504, (u64)200001}) {
+                    if (few && (num > 4099 || op != dt)) continue;
+                    const auto dtype = (reference::Dtype)dt;
+                    const u64 size = reference::size_of(dtype), bytes = num * size;
+                    std::vector<std::vector<uint8_t>> in(n, std::vector<uint8_t>(bytes + 1));
+                    std::vector<const uint8_t*> ptr;
+                    for (u32 r = 0; r < n; r++) {
+                        reference::fill(dtype, in[r].data(), num, (n * 131 + dt * 17 + op) * 991 + num * 31 + r, n > 4 ? 32 : 12);
+                        ptr.push_back(in[r].data());
+                    }
+                    const auto want = reference::reduce(dtype, (reference::Op)op, ptr, num);
+                    for (u32 place = 0; place < 4; place++) {  // aligned; in place; one source an element off; all, and the destination
+                        ReduceCopied p;
+                        memset(&p, 0, sizeof p);
+                        for (u32 r = 0; r < n; r++) {
+                            p.sources[r] = memories[r] + 256 + (place == 3 || (place == 2 && r == n / 2) ? size : 0);
+                            CU(cuMemsetD8Async(p.sources[r] - 16, 0xcc, bytes + 32, d.stream));
+                            if (bytes) CU(cuMemcpyHtoDAsync(p.sources[r], in[r].data(), bytes, d.stream));
+                        }
+                        p.dst = place == 1 ? p.sources[op % n] : memories[MAX_WORLD_SIZE] + 256 + (place == 3 ? 3 * size : 0);
+                        if (place != 1) CU(cuMemsetD8Async(p.dst - 16, 0xcc, bytes + 32, d.stream));
+                        p.num_elems = num;
+                        p.world_size = n;
+                        p.op = op;
+                        const Shape shapes[] = {{1, 32}, {7, 100}, {132, 512}};
+                        const Shape s = shapes[checks % 3];
+                        void* params[] = {&p};
+                        CU(cuLaunchKernel(d.named(std::string("allreduced_reduce_copied_") + DTYPES[dt]), s.blocks, 1, 1, s.threads, 1, 1, 0, d.stream, params, nullptr));
+                        std::vector<uint8_t> got(bytes + 32);
+                        CU(cuMemcpyDtoHAsync(got.data(), p.dst - 16, bytes + 32, d.stream));
+                        CU(cuStreamSynchronize(d.stream));
+                        bool ok = memcmp(got.data() + 16, want.data(), bytes) == 0;
+                        for (int i = 0; i < 16; i++) ok &= got[i] == 0xcc && got[bytes + 16 + i] == 0xcc;
+                        if (!ok) FAIL("reduce_copied %s n=%u op=%u elems=%llu place=%u %ux%u", DTYPES[dt], n, op, num, place, s.blocks, s.threads);
+                        checks++;
+                    }
+                }
+    {  // What does not exist becomes NaN.
+        const u64 num = 1001;
+        for (u32 bad = 0; bad < 3; bad++) {
+            ReduceCopied p;
+            memset(&p, 0, sizeof p);
+            for (u64& source : p.sources) source = memories[0] + 256;
+            p.dst = memories[MAX_WORLD_SIZE] + 256;
+            p.num_elems = num;
+            p.world_size = bad == 0 ? 0 : bad == 1 ? MAX_WORLD_SIZE + 1 : 2;
+            p.op = bad == 2 ? 4 : 0;
+            void* params[] = {&p};
+            CU(cuLaunchKernel(d.named("allreduced_reduce_copied_bf16"), 2, 1, 1, 64, 1, 1, 0, d.stream, params, nullptr));
+            std::vector<uint8_t> got(2 * num);
+            CU(cuMemcpyDtoHAsync(got.data(), p.dst, 2 * num, d.stream));
+            CU(cuStreamSynchronize(d.stream));
+            for (u64 i = 0; i < num; i++)
+                if (reference::get(reference::Dtype::bf16, got.data(), i) != 0x7fc0) {
+                    FAIL("reduce_copied refused (%u): element %llu is not NaN", bad, i);
+                    break;
+                }
+            checks++;
+        }
+    }
+    for (CUdeviceptr m : memories) CU(cuMemFree(m));
+    printf("reduce_copied: %ld calls, %d failures\n", checks, failures);
+    return checks;
+}
+
 // few: a sample that ends in time under a memory checker.
 int conform(const char* image, bool few) {
     Device d(image);
@@ -238,8 +332,8 @@ int conform(const char* image, bool few) {
                         reference::fill(dtype, in[r].data(), num, (n * 131 + dt * 17 + op) * 977 + num * 31 + r, n > 4 ? 32 : 12);
                         ptr.push_back(in[r].data());
                     }
-                    const std::vector<uint8_t> want = reference::reduce(dtype, (reference::Op)op, ptr, num);
-                    for (int v = 0; v < NUM_VARIANTS; v++)
+                    const std::vector<uint8_t> flat = reference::reduce(dtype, (reference::Op)op, ptr, num);
+                    const auto check_variant = [&](int v, u32 island_size, const std::vector<uint8_t>& want) {
                         for (int place = 0; place < 4; place++) {
                             if (num == big / size && place > 1) continue;
                             const bool in_place = place & 1;
@@ -268,14 +362,25 @@ int conform(const char* image, bool few) {
                                 if (!ok) {
                                     u64 i = 0;
                                     while (i < num && memcmp(&got[16 + i * size], &want[i * size], size) == 0) i++;
-                                    FAIL("%s %s n=%u op=%u elems=%llu place=%d rank=%u: from element %llu: got %x want %x, status %llx", VARIANTS[v].name,
-                                         DTYPES[dt], n, op, num, place, r, i, i < num ? reference::get(dtype, got.data() + 16, i) : 0,
+                                    FAIL("%s %s n=%u/%u op=%u elems=%llu place=%d rank=%u: from element %llu: got %x want %x, status %llx", VARIANTS[v].name,
+                                         DTYPES[dt], n, island_size, op, num, place, r, i, i < num ? reference::get(dtype, got.data() + 16, i) : 0,
                                          i < num ? reference::get(dtype, want.data(), i) : 0, (u64)w.status[r]);
                                     break;
                                 }
                             }
                             checks++;
                         }
+                    };
+                    for (int v = 0; v < NUM_VARIANTS; v++) {
+                        if (VARIANTS[v].algorithm != HIERARCHICAL) {
+                            check_variant(v, n, flat);
+                            continue;
+                        }
+                        for (u32 island_size : island_sizes(n)) {
+                            w.set_island_size(island_size);
+                            check_variant(v, island_size, reference::reduce_tree(dtype, (reference::Op)op, ptr, num, island_size));
+                        }
+                    }
                 }
         }
         for (u32 r = 0; r < n; r++)
@@ -284,6 +389,7 @@ int conform(const char* image, bool few) {
         fflush(stdout);
         if (failures) break;
     }
+    checks += copied(d, few);
     printf("SUMMARY %s: %s, %ld calls\n", few ? "sanitize" : "conform", failures ? "FAILED" : "passed", checks);
     return failures != 0;
 }
@@ -315,7 +421,7 @@ int abort_tests(const char* image) {
             reference::fill(reference::Dtype::bf16, in[r].data(), num, 77 + r, 0);
             ptr.push_back(in[r].data());
         }
-        const auto want = reference::reduce(reference::Dtype::bf16, reference::Op::sum, ptr, num);
+        const auto want = expected(VARIANTS[v], reference::Dtype::bf16, reference::Op::sum, ptr, num, w.g.island_size());
         auto reset = [&] {
             for (u32 r = 0; r < n; r++) {
                 CU(cuMemcpyHtoD(w.arena(r), in[r].data(), bytes));
@@ -369,6 +475,23 @@ int abort_tests(const char* image) {
             w.launch(f, 2, shape, calls_for(-1, -1, 262144), d.stream);  // output reaches past what is checked
             CU(cuStreamSynchronize(d.stream));
             expect("capacity", -1, true, REASON_BAD_CALL, -1);
+        }
+        if (VARIANTS[v].algorithm == HIERARCHICAL) {
+            for (u32 island_size : {0u, 3u, 8u}) {  // four ranks are not cut like that
+                w.form();
+                reset();
+                w.set_island_size(island_size);
+                w.launch(f, 2, shape, calls_for(-1, -1, num), d.stream);
+                CU(cuStreamSynchronize(d.stream));
+                expect("islands", -1, true, REASON_BAD_CALL, -1);
+            }
+            w.form();
+            reset();
+            const u32 other = n;
+            CU(cuMemcpyHtoD(w.controls[1] + offsetof(Control, island_size), &other, sizeof other));
+            w.launch(f, 2, shape, calls_for(-1, -1, num), d.stream);
+            CU(cuStreamSynchronize(d.stream));
+            expect("other islands", -1, true, REASON_MISMATCH, -1);
         }
         w.timeout_ns = 5000000000ull;
         w.form();
@@ -504,7 +627,8 @@ const char* size_name(u64 b) { return b == 1024 ? "1 KB" : b == 43008 ? "43,008 
 // resident: every rank's blocks together fill at most the registers of the GPU.
 std::vector<Shape> shapes_for(u32 n, const Variant& v, u64 bytes, bool wide) {
     const bool two = v.algorithm >= TWO_SHOT_PUSH;
-    const u64 work = std::max<u64>(1, (two ? (bytes / 16 + n - 1) / n : bytes / 16));
+    const u32 slices = v.algorithm == HIERARCHICAL ? island_sizes(n).back() : n;
+    const u64 work = std::max<u64>(1, (two ? (bytes / 16 + slices - 1) / slices : bytes / 16));
     std::vector<Shape> out;
     for (u32 threads : {32u, 64u, 96u, 128u, 160u, 224u, 256u, 352u, 480u})
         for (u32 blocks : {1u, 2u, 3u, 4u, 6u, 8u, 11u, 12u, 16u, 21u, 24u, 28u, 32u, 42u, 48u, 64u, 96u, 128u}) {
@@ -522,7 +646,7 @@ std::vector<Shape> shapes_for(u32 n, const Variant& v, u64 bytes, bool wide) {
     return out;
 }
 
-int verify(CUdeviceptr dst, u32 n, u64 num) {
+int verify(const Variant& v, CUdeviceptr dst, u32 n, u64 num) {
     // The reduction is element-wise: the first elements and the last are enough for long tensors.
     const u64 head = std::min<u64>(num, 65536), tail = num > head ? 4096 : 0;
     int bad = 0;
@@ -539,7 +663,7 @@ int verify(CUdeviceptr dst, u32 n, u64 num) {
             }
             ptr.push_back(in[r].data());
         }
-        const auto want = reference::reduce(reference::Dtype::bf16, reference::Op::sum, ptr, len);
+        const auto want = expected(v, reference::Dtype::bf16, reference::Op::sum, ptr, len, island_sizes(n).back());
         std::vector<uint8_t> got(len * 2);
         CU(cuMemcpyDtoH(got.data(), dst + at * 2, len * 2));
         for (u64 i = 0; i < len; i++) bad += memcmp(&got[i * 2], &want[i * 2], 2) != 0;
@@ -607,7 +731,7 @@ int bench_rank(const char* image, const char* floor_image, u32 n, u32 rank, Boar
         memset(&l, 0, sizeof l);
         l.calls[0] = complete({p.control, v.direct ? (u64)0 : (u64)src, (u64)dst, c.bytes / 2, OP_SUM, v.direct ? CALL_DIRECT | CALL_SRC_IN_ARENA : 0}, 2, c.shape);
         board->median[rank] = time_graph(p.d, f, c.shape, 1, l, c.pdl, reps_for(c.bytes));
-        board->bad[rank] = (tune && c.bytes > 131072) ? 0 : verify(dst, n, c.bytes / 2);
+        board->bad[rank] = (tune && c.bytes > 131072) ? 0 : verify(v, dst, n, c.bytes / 2);
         if (*(volatile u64*)p.status) board->bad[rank] = -1;
         ::meet(board, n);
         double worst = 0;
@@ -715,7 +839,7 @@ int compare_rank(const char* image, const char* list, const std::vector<const ch
                 memset(&l, 0, sizeof l);
                 l.calls[0] = complete({p.control, v.direct ? (u64)0 : (u64)src, (u64)dst, bytes / 2, OP_SUM, v.direct ? CALL_DIRECT | CALL_SRC_IN_ARENA : 0}, 2, s);
                 board->median[rank] = time_graph(p.d, kernel, s, 1, l, pdl, 11);
-                board->bad[rank] = round == 0 ? verify(dst, n, bytes / 2) : 0;
+                board->bad[rank] = round == 0 ? verify(v, dst, n, bytes / 2) : 0;
                 if (*(volatile u64*)p.status) board->bad[rank] = -1;
                 ::meet(board, n);
                 double worst = 0;
@@ -798,7 +922,7 @@ int processes_rank(const char* image, u32 n, u32 rank, Board* board) {
                     reference::fill(dtype, in[r].data(), num, ((round * 64 + v) * 16 + i) * 16 + r, 32);
                     ptr.push_back(in[r].data());
                 }
-                const auto want = reference::reduce(dtype, (reference::Op)op, ptr, num);
+                const auto want = expected(VARIANTS[v], dtype, (reference::Op)op, ptr, num, p.g.island_size());
                 if (bytes) memcpy(h_in, in[rank].data(), bytes);
                 Launch l;
                 memset(&l, 0, sizeof l);
@@ -868,7 +992,7 @@ int fused(const char* image, u32 n, bool tune) {
         c.us = time_graph(d, f, c.shape, n, l, c.pdl, reps_for(c.bytes));
         if (!tune || c.bytes <= 131072)
             for (u32 r = 0; r < n; r++)
-                if (int bad = verify(w.arena(r) + (16 << 20), n, c.bytes / 2))
+                if (int bad = verify(v, w.arena(r) + (16 << 20), n, c.bytes / 2))
                     FAIL("fused n=%u %s %llu B %ux%u rank %u: %d wrong, status %llx", n, v.name, c.bytes, c.shape.blocks, c.shape.threads, r, bad, (u64)w.status[r]);
         done.push_back(c);
     }

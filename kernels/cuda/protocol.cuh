@@ -395,7 +395,9 @@ AR_DEV u64 output_address(const Block& b) {
 }
 template <class T>
 AR_DEV void abandon(Block& b) {
+#if !defined(AR_MUTATE_ONE_KNOWS)
     b.failed = true;  // one thread may have been the only one to know; who has rung is told by another
+#endif
     if (b.service) abandon_call<T>(b.control, b.lane, next_state(b), output_address(b), b.call->num_elems, b.call->num_packs, (b.call->flags & CALL_RUNG) != 0);
 }
 

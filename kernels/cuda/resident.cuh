@@ -223,6 +223,7 @@ AR_DEV void fill_nan(u64 dst, u64 num_elems, u32 lane) {
     for (u32 k = lane; k < packs; k += SERVICE_THREADS) out.store(k, nan);
 }
 AR_DEV_COLD void fail_ring(const RingLaunch& launch, u32 lane) {
+    service_sync();  // what the blocks that other lanes looked after have stored comes before any lane's NaN
     const u32 dtype = launch.command[0] & 0xff;
     const u64 num_elems = launch.command[1];
     if (lane == 0) st_weak_u32(launch.control + AR_OFFSETOF(Control, failed), 1);
@@ -250,6 +251,9 @@ AR_DEV void ring(const RingLaunch& launch) {
     const u32 sequence = ld_weak_u32(own) + 1;
     const u64 window = ld_weak_u64(control + AR_OFFSETOF(Control, window) + 8 * rank);
     const u64 ring = window + RING_OFFSET;
+#if !defined(AR_MUTATE_NO_WARP_BARRIER)
+    service_sync();  // lanes need not go in step: all have read what lane 0 writes from here on
+#endif
     if (lane == 0) st_weak_u32(own, sequence);
     if (AR_UNLIKELY(failed)) {
         fail_ring(launch, lane);

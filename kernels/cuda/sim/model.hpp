@@ -16,6 +16,9 @@
 
 namespace allreduced {
 
+// Of a GPU's 32 these few: enough for one to know what another does not.
+constexpr u32 SERVICE_THREADS = 2;
+
 namespace sim {
 
 // A block: its barrier, and an OR over its threads in three rotating cells (the cell of two barriers
@@ -24,6 +27,10 @@ struct BlockState {
     explicit BlockState(int threads) : barrier(threads) {}
     std::barrier<> barrier;
     std::atomic<int> any[3] = {0, 0, 0};
+    // Of the service threads alone: a barrier, and votes (round in the upper half, by round modulo 2 and thread).
+    std::barrier<> service{SERVICE_THREADS};
+    std::atomic<u64> votes[2][SERVICE_THREADS] = {};
+    u32 vote_round[SERVICE_THREADS] = {};  // each thread's own
 };
 
 struct Thread {
@@ -32,6 +39,22 @@ struct Thread {
     u32 or_phase = 0;
 };
 inline thread_local Thread self;
+
+// A vote of the service threads, as a warp's: each learns what all said, and nothing else. Relaxed, since a vote orders no
+// memory; who needs that calls service_sync.
+template <class Join>
+inline u32 vote(u32 mine, Join join) {
+    BlockState& block = *self.block;
+    const u32 lane = self.thread_x - (self.block_dim - SERVICE_THREADS), round = ++block.vote_round[lane];
+    block.votes[round % 2][lane].store((u64)round << 32 | mine, std::memory_order_relaxed);
+    u32 all = mine;
+    for (u32 other = 0; other < SERVICE_THREADS; other++) {
+        u64 word;
+        while ((word = block.votes[round % 2][other].load(std::memory_order_relaxed)) >> 32 != round) sched_yield();
+        all = join(all, (u32)word);
+    }
+    return all;
+}
 
 // Abort raised at a wait: while armed, the wait of `rank` at `site` is never satisfied, and reaching
 // it writes `word` into every window's abort word, as a failing peer or the host would.
@@ -100,8 +123,6 @@ inline u32 f32_to_bf16x2(float lo, float hi) { return f32_to_bf16(lo) | f32_to_b
 
 #define AR_WAIT_SITE(rank, site) ::allreduced::sim::wait_site(rank, site)
 
-constexpr u32 SERVICE_THREADS = 1;
-
 inline u32 thread_x() { return sim::self.thread_x; }
 inline u32 block_x() { return sim::self.block_x; }
 inline u32 block_y() { return sim::self.block_y; }
@@ -119,7 +140,9 @@ inline bool sync_block_or(bool v) {
     return any;
 }
 inline u32 opaque(u32 v) { return v; }
-inline bool service_any(bool v) { return v; }
+inline bool service_any(bool v) {
+    return sim::vote(v, [](u32 a, u32 b) { return a | b; }) != 0;
+}
 inline void wait_for_previous_kernel() {}
 inline u64 now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 inline void pause() { sched_yield(); }
@@ -160,8 +183,12 @@ inline void st_parked_u32(u64 a, u32 v) { std::atomic_ref<u32>(*(u32*)a).store(v
 inline u32 ld_parked_u32(u64 a) { return std::atomic_ref<u32>(*(u32*)a).load(); }
 inline void st_wake_u32(u64 a, u32 v) { st_release_u32(a, v); }
 inline void bell_fence() {}
-inline bool service_all(bool v) { return v; }
-inline u32 service_max(u32 v) { return v; }
-inline void service_sync() {}
+inline bool service_all(bool v) {
+    return sim::vote(v, [](u32 a, u32 b) { return a & b; }) != 0;
+}
+inline u32 service_max(u32 v) {
+    return sim::vote(v, [](u32 a, u32 b) { return a > b ? a : b; });
+}
+inline void service_sync() { sim::self.block->service.arrive_and_wait(); }
 
 }  // namespace allreduced

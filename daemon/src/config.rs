@@ -6,6 +6,7 @@
 //! lines), then layered.
 
 use crate::lines::{Lines, line_of};
+use crate::topology::{FileError, Topology};
 use allreduce_contract::default_socket;
 use allreduce_contract::kernel::MAX_RING_BLOCKS;
 use allreduce_contract::lane::{MAX_STAGE_LEN_BYTES, MIN_STAGE_LEN_BYTES};
@@ -38,6 +39,8 @@ pub struct Config {
     pub host: Host,
     /// The CUDA backend.
     pub cuda: CudaConfig,
+    /// What connects the GPUs of this machine.
+    pub topology: TopologyConfig,
     /// How the daemon ends.
     pub shutdown: Shutdown,
 }
@@ -211,6 +214,25 @@ impl Default for CudaConfig {
             resident_idle_us: 200,
             resident_wake_poll_us: 20,
             setup_timeout_ms: 120_000,
+        }
+    }
+}
+
+/// Section `[topology]`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TopologyConfig {
+    /// A topology file (docs/topology.md), as `allreduced probe --output` writes it; empty asks NVML and sysfs.
+    pub file: PathBuf,
+    /// How long NVML may take to answer.
+    pub discover_timeout_ms: u32,
+}
+
+impl Default for TopologyConfig {
+    fn default() -> Self {
+        Self {
+            file: PathBuf::new(),
+            discover_timeout_ms: 30_000,
         }
     }
 }
@@ -438,6 +460,10 @@ impl Config {
                 "cuda.resident_wake_poll_us",
                 self.cuda.resident_wake_poll_us,
             ),
+            (
+                "topology.discover_timeout_ms",
+                self.topology.discover_timeout_ms,
+            ),
             ("shutdown.drain_timeout_ms", self.shutdown.drain_timeout_ms),
         ] {
             if value == 0 {
@@ -512,6 +538,9 @@ impl Config {
                 ),
             );
         }
+        if let Some(Err(error)) = self.topology.read_file() {
+            refuse("topology.file", error.to_string());
+        }
         if let Err(reason) = self.listen.parsed_mode() {
             refuse("listen.mode", reason);
         }
@@ -531,6 +560,13 @@ impl Config {
             refuse("log.level", reason.to_string());
         }
         found
+    }
+}
+
+impl TopologyConfig {
+    /// The file, read and checked; none if none is named.
+    pub(crate) fn read_file(&self) -> Option<Result<Topology, FileError>> {
+        (!self.file.as_os_str().is_empty()).then(|| Topology::read(&self.file))
     }
 }
 
@@ -627,6 +663,28 @@ mod tests {
             let found = problem(text);
             assert!(found.starts_with(expected), "{text:?}: {found}");
         }
+    }
+
+    #[test]
+    fn topology_files_are_read_with_the_configuration() {
+        let found = problem("[topology]\nfile = \"/nowhere/t.toml\"\n");
+        let expected = "file:2: topology.file: /nowhere/t.toml: cannot be read: ";
+        assert!(found.starts_with(expected), "{found}");
+        let dir = std::env::temp_dir().join(format!("allreduced-topology-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let file = dir.join("t.toml");
+        std::fs::write(&file, "schema_version = 1\nname = \"x\"\nspeed = 1\n").unwrap();
+        let text = format!("[topology]\nfile = {file:?}\n");
+        let found = problem(&text);
+        assert!(found.contains("t.toml:3: speed: unknown field"), "{found}");
+        std::fs::write(&file, "schema_version = 1\nname = \"x\"\n").unwrap();
+        assert_eq!(problem(&text), "accepted");
+        let found = problem("[topology]\ndiscover_timeout_ms = 0\n");
+        assert!(
+            found.starts_with("file:2: topology.discover_timeout_ms: "),
+            "{found}"
+        );
+        std::fs::remove_dir_all(&dir).unwrap();
     }
 
     #[test]

@@ -10,10 +10,19 @@
 
 mod build;
 mod description;
+mod discover;
 mod file;
+mod fingerprint;
+mod found;
+mod load;
+mod nvml;
 mod preset;
+mod sysfs;
 
+pub(crate) use discover::{DiscoverError, discover};
 pub(crate) use file::FileError;
+pub(crate) use found::Discovered;
+pub(crate) use load::{LoadError, load};
 pub(crate) use preset::{PRESETS, PresetError, preset};
 
 pub(crate) use description::{

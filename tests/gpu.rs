@@ -38,6 +38,8 @@ mod raw;
 mod refuse;
 #[path = "gpu/soak.rs"]
 mod soak;
+#[path = "gpu/tax.rs"]
+mod tax;
 #[path = "gpu/without.rs"]
 mod without;
 #[path = "gpu/worker.rs"]

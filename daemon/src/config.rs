@@ -6,6 +6,7 @@
 //! lines), then layered.
 
 use crate::lines::{Lines, line_of};
+use crate::plan::tuned::{TunedError, TunedTable};
 use crate::topology::{FileError, Topology};
 use allreduce_contract::default_socket;
 use allreduce_contract::kernel::MAX_RING_BLOCKS;
@@ -224,6 +225,9 @@ impl Default for CudaConfig {
 pub struct TopologyConfig {
     /// A topology file (docs/topology.md), as `allreduced probe --output` writes it; empty asks NVML and sysfs.
     pub file: PathBuf,
+    /// What `allreduced tune --output` measured; used where the topology's fingerprint is the one that it carries. Empty:
+    /// nothing was measured.
+    pub tuned: PathBuf,
     /// How long NVML may take to answer.
     pub discover_timeout_ms: u32,
 }
@@ -232,6 +236,7 @@ impl Default for TopologyConfig {
     fn default() -> Self {
         Self {
             file: PathBuf::new(),
+            tuned: PathBuf::new(),
             discover_timeout_ms: 30_000,
         }
     }
@@ -541,6 +546,9 @@ impl Config {
         if let Some(Err(error)) = self.topology.read_file() {
             refuse("topology.file", error.to_string());
         }
+        if let Some(Err(error)) = self.topology.read_tuned() {
+            refuse("topology.tuned", error.to_string());
+        }
         if let Err(reason) = self.listen.parsed_mode() {
             refuse("listen.mode", reason);
         }
@@ -567,6 +575,11 @@ impl TopologyConfig {
     /// The file, read and checked; none if none is named.
     pub(crate) fn read_file(&self) -> Option<Result<Topology, FileError>> {
         (!self.file.as_os_str().is_empty()).then(|| Topology::read(&self.file))
+    }
+
+    /// The table of what was measured, read and checked; none if none is named.
+    pub(crate) fn read_tuned(&self) -> Option<Result<TunedTable, TunedError>> {
+        (!self.tuned.as_os_str().is_empty()).then(|| TunedTable::read(&self.tuned))
     }
 }
 

@@ -13,7 +13,7 @@ use allreduced::private::PrivateDaemon;
 use nix::sys::signal::Signal;
 
 /// The GPUs, if they can have the lanes: with MPS.
-fn gpus_with_mps() -> Option<(crate::harness::Watchdog, Vec<Device>)> {
+pub(crate) fn gpus_with_mps() -> Option<(crate::harness::Watchdog, Vec<Device>)> {
     let (watchdog, devices) = gpus()?;
     if !devices.iter().all(Device::has_mps) {
         println!("skipped: no MPS");
@@ -38,7 +38,7 @@ fn join_all(workers: &mut [Worker], lane: Lane) {
     }
 }
 
-fn start(daemon: &PrivateDaemon, name: &str, ranks: u32, lane: Lane) -> Vec<Worker> {
+pub(crate) fn start(daemon: &PrivateDaemon, name: &str, ranks: u32, lane: Lane) -> Vec<Worker> {
     let mut workers: Vec<Worker> = (0..ranks)
         .map(|rank| Worker::start(daemon.socket(), name, rank, ranks))
         .collect();
@@ -47,7 +47,7 @@ fn start(daemon: &PrivateDaemon, name: &str, ranks: u32, lane: Lane) -> Vec<Work
 }
 
 /// All do it, and answer the same.
-fn all_answer(workers: &mut [Worker], what: &str, expected: &str) {
+pub(crate) fn all_answer(workers: &mut [Worker], what: &str, expected: &str) {
     for (rank, answer) in ask_all(workers, what).iter().enumerate() {
         assert_eq!(answer, expected, "{what}, rank {rank}");
     }

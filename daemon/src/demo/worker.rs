@@ -248,14 +248,19 @@ impl Runner<'_> {
             tensor.fill(self.rank, id, number)?;
         }
         if let Some(barrier) = self.barrier.take() {
-            self.barrier = Some(barrier.reduce(self.rank, Op::Sum, AllReduceOptions::default())?.0);
+            self.barrier = Some(
+                barrier
+                    .reduce(self.rank, Op::Sum, AllReduceOptions::default())?
+                    .0,
+            );
         }
         let mut done = Vec::with_capacity(batch.len());
         let tensors = std::mem::take(&mut self.tensors);
         let start = Instant::now();
         let mut before = start;
         for (tensor, spec) in tensors.into_iter().zip(batch) {
-            let (tensor, algorithm) = tensor.reduce(self.rank, spec.op, AllReduceOptions::default())?;
+            let (tensor, algorithm) =
+                tensor.reduce(self.rank, spec.op, AllReduceOptions::default())?;
             let after = Instant::now();
             self.tensors.push(tensor);
             done.push((algorithm, micros(before, after)));

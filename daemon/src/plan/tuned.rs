@@ -201,6 +201,27 @@ impl TunedTable {
 }
 
 impl TunedSet {
+    /// What an algorithm took: between two sizes that were measured, by the straight line between them; beyond them, unknown.
+    pub(crate) fn measured_us(&self, algorithm: Algorithm, len_bytes: u64) -> Option<f64> {
+        let rows = || {
+            self.rows
+                .iter()
+                .filter(|row| row.algorithm == algorithm.name())
+        };
+        let below = rows()
+            .filter(|row| row.bytes <= len_bytes)
+            .max_by_key(|row| row.bytes)?;
+        let above = rows()
+            .filter(|row| row.bytes >= len_bytes)
+            .min_by_key(|row| row.bytes)?;
+        let width = above.bytes.saturating_sub(below.bytes);
+        if width == 0 {
+            return Some(below.us);
+        }
+        let part = len_bytes.saturating_sub(below.bytes) as f64 / width as f64;
+        Some(below.us + part * (above.us - below.us))
+    }
+
     /// Its choices.
     ///
     /// # Errors

@@ -3,8 +3,9 @@
 //! Owns the choice: the file it names, else what this machine shows. Called by executors and `explain`. Refuses to fall back from a
 //! file that is wrong.
 
-use super::{DiscoverError, FileError, Topology, TopologyError, discover};
+use super::{DiscoverError, FileError, PRESETS, Topology, TopologyError, discover, preset};
 use crate::config::{TopologyConfig, ms};
+use std::path::Path;
 
 /// There is no topology.
 #[derive(Debug, thiserror::Error)]
@@ -12,6 +13,16 @@ pub(crate) enum LoadError {
     /// The file cannot be used.
     #[error("topology.file: {0}")]
     File(#[from] FileError),
+    /// Neither a name nor a file.
+    #[error("--topology {name:?} is neither a preset ({known}) nor a topology file: {error}")]
+    Nowhere {
+        /// What was asked for.
+        name: String,
+        /// The presets.
+        known: String,
+        /// Why it is no file.
+        error: FileError,
+    },
     /// This machine cannot be asked.
     #[error("{0}")]
     Discover(#[from] DiscoverError),
@@ -35,6 +46,24 @@ pub(crate) fn load(config: &TopologyConfig) -> Result<(Topology, String), LoadEr
         origin.push_str(hint);
     }
     Ok((Topology::new(discovered.description)?, origin))
+}
+
+/// A preset by name, or a file, and where it is from.
+///
+/// # Errors
+/// [`LoadError::Nowhere`].
+pub(crate) fn find(name: &str) -> Result<(Topology, String), LoadError> {
+    if let Ok(preset) = preset(name) {
+        return Ok((preset, "preset".to_owned()));
+    }
+    match Topology::read(Path::new(name)) {
+        Ok(topology) => Ok((topology, name.to_owned())),
+        Err(error) => Err(LoadError::Nowhere {
+            name: name.to_owned(),
+            known: PRESETS.map(|(known, _)| known).join(", "),
+            error,
+        }),
+    }
 }
 
 #[cfg(test)]

@@ -22,7 +22,7 @@ mod sysfs;
 pub(crate) use discover::{DiscoverError, discover};
 pub(crate) use file::FileError;
 pub(crate) use found::Discovered;
-pub(crate) use load::{LoadError, load};
+pub(crate) use load::{LoadError, find, load};
 pub(crate) use preset::{PRESETS, PresetError, preset};
 
 pub(crate) use description::{

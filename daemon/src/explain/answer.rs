@@ -1,0 +1,332 @@
+//! One answer: the plan for a reduction, beside everything that was not chosen.
+//!
+//! Owns its words and its JSON form. Called by `explain`.
+
+use crate::explain::{Asked, Machine, Question};
+use crate::plan::model::Cost;
+use crate::plan::{Plan, Refusal, Shape, plan};
+use crate::simulate::{self, Fixed};
+use crate::spread::time;
+use crate::workload::Workload;
+use allreduce_contract::{Algorithm, Lane};
+use serde::Serialize;
+use std::fmt::Write;
+
+/// Version of the JSON forms here.
+const SCHEMA_VERSION: u32 = 1;
+
+/// The answer.
+#[derive(Debug, Serialize)]
+pub(crate) struct Answer {
+    schema_version: u32,
+    topology: String,
+    origin: String,
+    fingerprint: String,
+    fabric: String,
+    world_size: u32,
+    gpus: usize,
+    bytes: u64,
+    dtype: String,
+    op: String,
+    lane: Option<String>,
+    lane_reason: String,
+    /// What is run; none if it is refused.
+    algorithm: Option<String>,
+    shape: Option<String>,
+    predicted_us: Option<f64>,
+    floor_us: Option<f64>,
+    split: Option<Split>,
+    candidates: Vec<Candidate>,
+    /// Why this one, or why none.
+    reason: String,
+}
+
+/// A prediction's parts, in microseconds.
+#[derive(Debug, Clone, Copy, Serialize)]
+struct Split {
+    launch_us: f64,
+    hops_us: f64,
+    wire_us: f64,
+    reduce_us: f64,
+}
+
+/// An algorithm that was looked at.
+#[derive(Debug, Serialize)]
+struct Candidate {
+    algorithm: String,
+    predicted_us: Option<f64>,
+    split: Option<Split>,
+    /// By `tune`, interpolated.
+    measured_us: Option<f64>,
+    /// Why it cannot be launched.
+    refused: Option<String>,
+}
+
+fn split(cost: &Cost, len_bytes: u64, launches: u64) -> Split {
+    let bytes = len_bytes as f64;
+    let times = launches as f64;
+    Split {
+        launch_us: cost.launch_us * times,
+        hops_us: cost.hops_us * times,
+        wire_us: cost.wire_us_per_byte * bytes,
+        reduce_us: cost.reduce_us_per_byte * bytes,
+    }
+}
+
+impl Split {
+    fn total_us(self) -> f64 {
+        self.launch_us + self.hops_us + self.wire_us + self.reduce_us
+    }
+}
+
+/// A reduction's prediction, if there is a model of what it runs.
+fn predicted(asked: &Asked, plan: &Plan, question: Question) -> Option<Split> {
+    let len_bytes = question.num_elems * question.dtype.size_bytes() as u64;
+    let cost = asked.costs.cost(plan.algorithm, question.dtype);
+    (cost != Cost::default()).then(|| split(&cost, len_bytes, plan.launches(question.num_elems)))
+}
+
+fn shape_words(plan: &Plan, question: Question) -> String {
+    match plan.shape {
+        Shape::Host { threads: 1 } => "1 thread".to_owned(),
+        Shape::Host { threads } => format!("{threads} threads"),
+        Shape::Cuda { blocks, data_threads, .. } => {
+            let launches = match plan.launches(question.num_elems) {
+                1 => "1 launch".to_owned(),
+                several => format!("{several} launches"),
+            };
+            format!("{blocks} blocks x {data_threads} threads of each rank, {launches}")
+        }
+    }
+}
+
+impl Answer {
+    pub(crate) fn to(machine: &Machine, asked: &Asked, question: Question) -> Self {
+        let len_bytes = question.num_elems * question.dtype.size_bytes() as u64;
+        let lane = asked.lane.as_ref().ok().map(|choice| choice.lane);
+        let outcome = match &asked.lane {
+            Ok(choice) => plan(asked.request(choice.lane, question, None)),
+            Err(refusal) => Err(refusal.clone()),
+        };
+        let chosen = outcome.as_ref().ok().and_then(|plan| predicted(asked, plan, question));
+        let mut candidates: Vec<Candidate> = Algorithm::ALL
+            .into_iter()
+            .filter(|algorithm| algorithm.backend() == asked.backend)
+            .map(|algorithm| candidate(machine, asked, question, lane, algorithm))
+            .collect();
+        let rank = |one: &Candidate| one.predicted_us.unwrap_or(f64::INFINITY);
+        candidates.sort_by(|one, other| rank(one).total_cmp(&rank(other)));
+        let floor_us = asked.costs.floor_us(question.dtype, len_bytes);
+        Self {
+            schema_version: SCHEMA_VERSION,
+            topology: machine.topology.name().to_owned(),
+            origin: machine.origin.clone(),
+            fingerprint: machine.topology.fingerprint(),
+            fabric: asked.costs.fabric.to_string(),
+            world_size: asked.world_size.get(),
+            gpus: machine.topology.gpus().len(),
+            bytes: len_bytes,
+            dtype: question.dtype.to_string(),
+            op: question.op.to_string(),
+            lane: lane.map(|lane| lane.to_string()),
+            lane_reason: match &asked.lane {
+                Ok(choice) => choice.reason.clone(),
+                Err(refusal) => refusal.to_string(),
+            },
+            algorithm: outcome.as_ref().ok().map(|plan| plan.algorithm.to_string()),
+            shape: outcome.as_ref().ok().map(|plan| shape_words(plan, question)),
+            predicted_us: chosen.map(Split::total_us),
+            floor_us: (floor_us.is_finite() && floor_us > 0.0).then_some(floor_us),
+            split: chosen,
+            candidates,
+            reason: match &outcome {
+                Ok(plan) => plan.basis.words().to_owned(),
+                Err(refusal) => refusal.to_string(),
+            },
+        }
+    }
+
+    pub(crate) fn text(&self) -> String {
+        let mut out = String::new();
+        // Writing to a String does not fail.
+        let _ = writeln!(out, "topology   {} ({}): {} GPUs, {}", self.topology, self.origin, self.gpus, self.fabric);
+        let _ = writeln!(out, "asked      {} ranks, {} bytes {} {}", self.world_size, self.bytes, self.dtype, self.op);
+        let lane = self.lane.as_deref().unwrap_or("none");
+        let _ = writeln!(out, "lane       {lane} ({})", self.lane_reason);
+        match (&self.algorithm, &self.shape) {
+            (Some(algorithm), Some(shape)) => {
+                let _ = writeln!(out, "plan       {algorithm}, {shape}");
+                let _ = writeln!(out, "reason     {}", self.reason);
+            }
+            (None, _) | (_, None) => {
+                let _ = writeln!(out, "refused    {}", self.reason);
+            }
+        }
+        if let Some(split) = self.split {
+            let _ = writeln!(
+                out,
+                "predicted  {} = launch {} + hops {} + wire {} + reduce {} (a prediction, nothing was measured)",
+                time(split.total_us()),
+                time(split.launch_us),
+                time(split.hops_us),
+                time(split.wire_us),
+                time(split.reduce_us)
+            );
+        }
+        if let Some(floor) = self.floor_us {
+            let _ = writeln!(out, "floor      {}", time(floor));
+        }
+        let _ = writeln!(out, "\n{:<22} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}", "candidate", "predicted", "launch", "hops", "wire", "reduce", "measured");
+        for candidate in &self.candidates {
+            let column = |us: Option<f64>| us.map_or_else(|| "-".to_owned(), time);
+            if let Some(why) = &candidate.refused {
+                let _ = writeln!(out, "{:<22} refused: {why}", candidate.algorithm);
+                continue;
+            }
+            let of = candidate.split;
+            let _ = writeln!(
+                out,
+                "{:<22} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}",
+                candidate.algorithm,
+                column(candidate.predicted_us),
+                column(of.map(|of| of.launch_us)),
+                column(of.map(|of| of.hops_us)),
+                column(of.map(|of| of.wire_us)),
+                column(of.map(|of| of.reduce_us)),
+                column(candidate.measured_us)
+            );
+        }
+        out
+    }
+}
+
+fn candidate(
+    machine: &Machine,
+    asked: &Asked,
+    question: Question,
+    lane: Option<Lane>,
+    algorithm: Algorithm,
+) -> Candidate {
+    let len_bytes = question.num_elems * question.dtype.size_bytes() as u64;
+    let outcome: Result<Plan, Refusal> = match (lane, &asked.lane) {
+        (Some(lane), _) => plan(asked.request(lane, question, Some(algorithm))),
+        (None, Err(refusal)) => Err(refusal.clone()),
+        (None, Ok(choice)) => plan(asked.request(choice.lane, question, Some(algorithm))),
+    };
+    let of = outcome.as_ref().ok().and_then(|plan| predicted(asked, plan, question));
+    let gpus = asked.limits.map_or(0, |limits| limits.gpus);
+    let tuned = machine.tuned.as_ref().and_then(|table| table.set(asked.world_size, gpus, lane?, question.dtype));
+    Candidate {
+        algorithm: algorithm.to_string(),
+        predicted_us: of.map(Split::total_us),
+        split: of,
+        measured_us: tuned.and_then(|set| set.measured_us(algorithm, len_bytes)),
+        refused: outcome.err().map(|refusal| refusal.to_string()),
+    }
+}
+
+/// A step of a workload, for every algorithm.
+#[derive(Debug, Serialize)]
+pub(crate) struct Steps {
+    schema_version: u32,
+    topology: String,
+    fabric: String,
+    world_size: u32,
+    workload: String,
+    reductions: usize,
+    steps: Vec<Step>,
+}
+
+/// With one algorithm, or the plan's choice for each reduction.
+#[derive(Debug, Serialize)]
+struct Step {
+    algorithm: String,
+    /// Of all reductions, by the simulation.
+    simulated_us: Option<f64>,
+    /// By the closed form.
+    predicted_us: Option<f64>,
+    refused: Option<String>,
+}
+
+/// Replays a step on a model of the links.
+pub(crate) fn simulate(machine: &Machine, asked: &Asked, workload: &Workload) -> Steps {
+    let lane = match &asked.lane {
+        Ok(choice) => Ok(choice.lane),
+        Err(refusal) => Err(refusal.clone()),
+    };
+    let algorithms = Algorithm::ALL.into_iter().filter(|algorithm| algorithm.backend() == asked.backend);
+    let steps = std::iter::once(None).chain(algorithms.map(Some)).map(|algorithm| {
+        let (mut simulated, mut closed) = (0.0, 0.0);
+        let mut refused = None;
+        for spec in &workload.reductions {
+            let question = Question {
+                num_elems: spec.num_elems as u64,
+                dtype: spec.dtype,
+                op: spec.op,
+            };
+            let plan = lane.clone().and_then(|lane| plan(asked.request(lane, question, algorithm)));
+            match plan {
+                Ok(plan) => {
+                    let launches = plan.launches(question.num_elems) as f64;
+                    let cost = asked.costs.cost(plan.algorithm, spec.dtype);
+                    closed += cost.us_in_launches(spec.len_bytes() as u64, plan.launches(question.num_elems));
+                    let island = asked.limits.map_or(1, |limits| limits.island_size);
+                    let one = simulate::reduce(
+                        &machine.topology,
+                        &asked.placement,
+                        plan.algorithm,
+                        spec.dtype.size_bytes(),
+                        usize::try_from(island).unwrap_or(1),
+                        (spec.len_bytes() as f64 / launches) as usize,
+                        Fixed::of(&machine.topology),
+                    );
+                    match one {
+                        Ok(one) => simulated += one.us * launches,
+                        Err(why) => refused = refused.or(Some(why.to_string())),
+                    }
+                }
+                Err(refusal) => refused = refused.or(Some(refusal.to_string())),
+            }
+        }
+        let good = refused.is_none();
+        Step {
+            algorithm: algorithm.map_or_else(|| "auto (the plan)".to_owned(), |algorithm| algorithm.to_string()),
+            simulated_us: good.then_some(simulated),
+            predicted_us: good.then_some(closed),
+            refused,
+        }
+    });
+    Steps {
+        schema_version: SCHEMA_VERSION,
+        topology: machine.topology.name().to_owned(),
+        fabric: asked.costs.fabric.to_string(),
+        world_size: asked.world_size.get(),
+        workload: workload.name.clone(),
+        reductions: workload.reductions.len(),
+        steps: steps.collect(),
+    }
+}
+
+impl Steps {
+    pub(crate) fn table(&self) -> String {
+        let mut out = String::new();
+        let _ = writeln!(
+            out,
+            "{}, {} ranks, {}: {} ({} reductions a step). Times of a step; simulated, and predicted by the closed form.",
+            self.topology, self.world_size, self.fabric, self.workload, self.reductions
+        );
+        let _ = writeln!(out, "\n{:<22} {:>12} {:>12}", "algorithm", "simulated", "predicted");
+        for step in &self.steps {
+            match (step.simulated_us, step.predicted_us, &step.refused) {
+                (_, _, Some(why)) => {
+                    let _ = writeln!(out, "{:<22} refused: {why}", step.algorithm);
+                }
+                (simulated, predicted, None) => {
+                    let column = |us: Option<f64>| us.map_or_else(|| "-".to_owned(), time);
+                    let _ = writeln!(out, "{:<22} {:>12} {:>12}", step.algorithm, column(simulated), column(predicted));
+                }
+            }
+        }
+        out
+    }
+}

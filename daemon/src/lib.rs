@@ -20,6 +20,8 @@ mod plan;
 pub mod private;
 mod random;
 mod rpc;
+#[allow(dead_code)] // used by explain
+mod simulate;
 mod spread;
 mod status;
 mod supervisor;

@@ -40,6 +40,14 @@ pub enum ReferenceError {
         /// The integer type.
         dtype: Dtype,
     },
+    /// Islands that the ranks do not fill.
+    #[error("{given} ranks are no whole number of islands of {island_size}")]
+    IslandSize {
+        /// How many sources were given.
+        given: usize,
+        /// Ranks of an island asked for.
+        island_size: usize,
+    },
 }
 
 /// Reduces `srcs`, one slice of equal length for each rank, in rank order.
@@ -50,20 +58,30 @@ pub enum ReferenceError {
 /// # Errors
 /// [`ReferenceError::WorldSize`] and [`ReferenceError::UnequalLengths`].
 pub fn reduce<E: Element>(op: Op, srcs: &[&[E]]) -> Result<Vec<E>, ReferenceError> {
-    let (first, rest) = split_ranks(srcs)?;
-    let reciprocal = E::Accumulator::reciprocal(srcs.len());
-    let mut accumulators: Vec<E::Accumulator> = first.iter().map(|e| e.widen()).collect();
-    for src in rest {
-        for (accumulator, element) in accumulators.iter_mut().zip(*src) {
-            let value = element.widen();
-            *accumulator = match op {
-                Op::Sum | Op::Avg => accumulator.add(value),
-                Op::Min => accumulator.minimum(value),
-                Op::Max => accumulator.maximum(value),
-                Op::Prod => accumulator.mul(value),
-            };
-        }
+    // One island: rank order.
+    reduce_tree(op, srcs, srcs.len())
+}
+
+/// Reduces each island of `island_size` consecutive ranks in rank order, then the islands' partial results in order,
+/// without rounding in between.
+fn reduce_tree<E: Element>(
+    op: Op,
+    srcs: &[&[E]],
+    island_size: usize,
+) -> Result<Vec<E>, ReferenceError> {
+    split_ranks(srcs)?;
+    if !srcs.len().is_multiple_of(island_size) {
+        return Err(ReferenceError::IslandSize {
+            given: srcs.len(),
+            island_size,
+        });
     }
+    let reciprocal = E::Accumulator::reciprocal(srcs.len());
+    let partials = srcs.chunks(island_size).map(|island| {
+        let widened = island.iter().map(|src| src.iter().map(|e| e.widen()));
+        accumulate(op, widened.map(Iterator::collect))
+    });
+    let accumulators: Vec<E::Accumulator> = accumulate(op, partials);
     Ok(accumulators
         .into_iter()
         .map(|accumulator| match op {
@@ -73,11 +91,41 @@ pub fn reduce<E: Element>(op: Op, srcs: &[&[E]]) -> Result<Vec<E>, ReferenceErro
         .collect())
 }
 
+/// Combines values element by element, in their order.
+fn accumulate<N: Number>(op: Op, values: impl Iterator<Item = Vec<N>>) -> Vec<N> {
+    let combined = values.reduce(|mut accumulators, values| {
+        for (accumulator, value) in accumulators.iter_mut().zip(values) {
+            *accumulator = match op {
+                Op::Sum | Op::Avg => accumulator.add(value),
+                Op::Min => accumulator.minimum(value),
+                Op::Max => accumulator.maximum(value),
+                Op::Prod => accumulator.mul(value),
+            };
+        }
+        accumulators
+    });
+    combined.unwrap_or_default()
+}
+
 /// Reduces `srcs`, the native-endian bytes of each rank's elements, in rank order.
 ///
 /// # Errors
 /// Any [`ReferenceError`].
 pub fn reduce_bytes(dtype: Dtype, op: Op, srcs: &[&[u8]]) -> Result<Vec<u8>, ReferenceError> {
+    reduce_bytes_tree(dtype, op, srcs, srcs.len())
+}
+
+/// Reduces `srcs` as [`reduce_bytes`], in the order of a hierarchical reduction: islands of `island_size` consecutive
+/// ranks, each in rank order, then their partial results in order, rounded once at the end.
+///
+/// # Errors
+/// Any [`ReferenceError`].
+pub fn reduce_bytes_tree(
+    dtype: Dtype,
+    op: Op,
+    srcs: &[&[u8]],
+    island_size: usize,
+) -> Result<Vec<u8>, ReferenceError> {
     let (first, _) = split_ranks(srcs)?;
     if !first.len().is_multiple_of(dtype.size_bytes()) {
         return Err(ReferenceError::PartialElement {
@@ -89,19 +137,23 @@ pub fn reduce_bytes(dtype: Dtype, op: Op, srcs: &[&[u8]]) -> Result<Vec<u8>, Ref
         return Err(ReferenceError::IntegerAvg { dtype });
     }
     match dtype {
-        Dtype::F32 => reduce_encoded::<f32>(op, srcs),
-        Dtype::F64 => reduce_encoded::<f64>(op, srcs),
-        Dtype::F16 => reduce_encoded::<F16>(op, srcs),
-        Dtype::Bf16 => reduce_encoded::<Bf16>(op, srcs),
-        Dtype::I32 => reduce_encoded::<i32>(op, srcs),
-        Dtype::I64 => reduce_encoded::<i64>(op, srcs),
+        Dtype::F32 => reduce_encoded::<f32>(op, srcs, island_size),
+        Dtype::F64 => reduce_encoded::<f64>(op, srcs, island_size),
+        Dtype::F16 => reduce_encoded::<F16>(op, srcs, island_size),
+        Dtype::Bf16 => reduce_encoded::<Bf16>(op, srcs, island_size),
+        Dtype::I32 => reduce_encoded::<i32>(op, srcs, island_size),
+        Dtype::I64 => reduce_encoded::<i64>(op, srcs, island_size),
     }
 }
 
-fn reduce_encoded<E: Element>(op: Op, srcs: &[&[u8]]) -> Result<Vec<u8>, ReferenceError> {
+fn reduce_encoded<E: Element>(
+    op: Op,
+    srcs: &[&[u8]],
+    island_size: usize,
+) -> Result<Vec<u8>, ReferenceError> {
     let decoded: Vec<Vec<E>> = srcs.iter().map(|src| E::decode(src)).collect();
     let views: Vec<&[E]> = decoded.iter().map(Vec::as_slice).collect();
-    Ok(E::encode(&reduce(op, &views)?))
+    Ok(E::encode(&reduce_tree(op, &views, island_size)?))
 }
 
 /// Rank 0's slice and the others', once they are known to be of one length and not too many.
@@ -132,6 +184,30 @@ mod tests {
         assert_eq!(reduce(Op::Sum, &ranks), Ok(vec![1.0]));
         let ranks: [&[f32]; 3] = [&[1.0], &[1e8], &[-1e8]];
         assert_eq!(reduce(Op::Sum, &ranks), Ok(vec![0.0]));
+    }
+
+    #[test]
+    fn islands_are_summed_before_they_are_added() {
+        let ranks = [1e8_f32, 1.0, -1e8, 1.0].map(f32::to_ne_bytes);
+        let views: Vec<&[u8]> = ranks.iter().map(<[u8; 4]>::as_slice).collect();
+        let sum = |island_size| {
+            let sum = reduce_bytes_tree(Dtype::F32, Op::Sum, &views, island_size);
+            sum.map(|bytes| f32::decode(&bytes))
+        };
+        // (1e8 + 1) + (-1e8 + 1): each 1 is lost beside 1e8. In rank order only the first is.
+        assert_eq!(sum(2), Ok(vec![0.0]));
+        assert_eq!(sum(1), Ok(vec![1.0]));
+        assert_eq!(sum(4), sum(1));
+        for island_size in [0, 3, 5] {
+            let given = 4;
+            let refused = ReferenceError::IslandSize { given, island_size };
+            assert_eq!(sum(island_size), Err(refused));
+        }
+        // A partial beyond f16 comes back: islands are not rounded.
+        let ranks = [0x7bff_u16, 0x7bff, 0xfbff, 0xfbff].map(u16::to_ne_bytes);
+        let views: Vec<&[u8]> = ranks.iter().map(<[u8; 2]>::as_slice).collect();
+        let sum = reduce_bytes_tree(Dtype::F16, Op::Avg, &views, 2);
+        assert_eq!(sum, Ok(vec![0, 0]));
     }
 
     #[test]

@@ -288,8 +288,9 @@ pub struct ControlBlock {
     pub staging_part_bytes: u64,
     /// The device's; 0 here.
     pub failed: u32,
-    /// 0.
-    pub reserved0: u32,
+    /// Kernel `hierarchical`: ranks of an island, which are consecutive; divides `world_size`, else every rank's
+    /// launch of it ends in BAD_CALL. 0 where that kernel is not launched.
+    pub island_size: u32,
     /// Lane `resident`, the rank's own block: device address of its wake word in host memory.
     pub wake: u64,
     /// 0.
@@ -349,9 +350,37 @@ const _: () = {
     assert!(offset_of!(ControlBlock, timeout_ns) == 16);
     assert!(offset_of!(ControlBlock, push_offset) == 32);
     assert!(offset_of!(ControlBlock, failed) == 80);
+    assert!(offset_of!(ControlBlock, island_size) == 84);
     assert!(offset_of!(ControlBlock, wake) == 88);
     assert!(offset_of!(ControlBlock, window) == 128);
     assert!(offset_of!(ControlBlock, arena) == 256);
+};
+
+/// `ReduceCopied` of abi.h: the parameter of `allreduced_reduce_copied_<dtype>`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct ReduceCopied {
+    /// Addresses of `num_elems` elements each, element-aligned, in rank order; `world_size` of them.
+    pub sources: [u64; MAX_RANKS],
+    /// Likewise; equal to a source or apart from all of them.
+    pub dst: u64,
+    /// May be 0.
+    pub num_elems: u64,
+    /// 1 to 16, else the whole output becomes NaN.
+    pub world_size: u32,
+    /// From [`op_code`].
+    pub op: u32,
+}
+
+/// Most threads of a block of `allreduced_reduce_copied_<dtype>`.
+pub const REDUCE_COPIED_THREADS: u32 = 512;
+
+const _: () = {
+    assert!(size_of::<ReduceCopied>() == 152);
+    assert!(offset_of!(ReduceCopied, dst) == 128);
+    assert!(offset_of!(ReduceCopied, num_elems) == 136);
+    assert!(offset_of!(ReduceCopied, world_size) == 144);
+    assert!(offset_of!(ReduceCopied, op) == 148);
 };
 
 /// Most blocks that a resident kernel has for a rank.

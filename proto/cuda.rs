@@ -478,6 +478,72 @@ impl Drop for DeviceMemory {
     }
 }
 
+/// Page-locked memory of the host, from cuMemHostAlloc, which kernels of every context of this process reach. It has
+/// one address for all of them and the host: on devices with unified addressing, which all 64-bit ones have, the driver
+/// maps what it allocates so.
+#[derive(Debug)]
+pub struct PinnedMemory {
+    context: Arc<Context>,
+    start: ptr::NonNull<u8>,
+    len_bytes: u64,
+}
+
+// SAFETY: an address; what is done there is the holders' to order.
+unsafe impl Send for PinnedMemory {}
+// SAFETY: as above.
+unsafe impl Sync for PinnedMemory {}
+
+impl PinnedMemory {
+    /// Allocates `len_bytes` (at least 1), aligned to a page; the contents are anything.
+    ///
+    /// # Errors
+    /// [`CudaError`], see [`CudaError::is_out_of_memory`].
+    pub fn allocate(context: &Arc<Context>, len_bytes: u64) -> Result<Self, CudaError> {
+        let _entered = context.enter()?;
+        let mut start = ptr::null_mut();
+        let len = usize::try_from(len_bytes).unwrap_or(usize::MAX);
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: start is a place for an address; Drop frees what is allocated.
+        unsafe { call!(cuMemHostAlloc(&raw mut start, len, flags)) }?;
+        // The driver gives no null with success; were it to, that is the code for it.
+        let start = ptr::NonNull::new(start.cast()).ok_or_else(|| CudaError {
+            call: "cuMemHostAlloc",
+            code: sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32,
+            name: "no address".to_owned(),
+        })?;
+        Ok(Self {
+            context: Arc::clone(context),
+            start,
+            len_bytes,
+        })
+    }
+
+    /// Where it starts, for the host.
+    pub fn host_start(&self) -> ptr::NonNull<u8> {
+        self.start
+    }
+
+    /// Where it starts, for every GPU of this process.
+    pub fn start(&self) -> DevicePtr {
+        self.start.as_ptr() as u64
+    }
+
+    /// Its length.
+    pub fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        let Ok(_entered) = self.context.enter() else {
+            return;
+        };
+        // SAFETY: allocated by this value and freed once.
+        let _ = unsafe { sys::cuMemFreeHost(self.start.as_ptr().cast()) };
+    }
+}
+
 /// The IPC handle of the allocation that starts at `start`.
 ///
 /// # Errors
@@ -736,6 +802,17 @@ impl Stream {
         let _entered = self.context.enter()?;
         // SAFETY: the stream is alive as long as self.
         is_ready(unsafe { call!(cuStreamQuery(self.raw)) })
+    }
+
+    /// Makes the stream wait for an event's last record, also one of another GPU's; for an event that was never recorded
+    /// there is nothing to wait for. A later record does not change what is waited for.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn wait_for(&self, event: &Event) -> Result<(), CudaError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the stream and the event are alive; a wait may cross contexts.
+        unsafe { call!(cuStreamWaitEvent(self.raw, event.raw, 0)) }
     }
 
     /// Begins to capture what is enqueued into a graph, instead of doing it. Until the end, calls of this process that
@@ -1100,6 +1177,43 @@ pub unsafe fn copy(
     let len = usize::try_from(len_bytes).unwrap_or(usize::MAX);
     // SAFETY: the caller's.
     unsafe { call!(cuMemcpyDtoDAsync_v2(to, from, len, stream.cast())) }
+}
+
+/// Enqueues a copy between the memories of two contexts, on a stream of the first. Where their GPUs cannot reach each
+/// other, the driver takes it through host memory.
+///
+/// # Safety
+/// `stream` is a live stream of `to`'s context, which is entered. Each range is memory of its context, they do not
+/// overlap, and are touched by nothing that is not ordered with the copy until it is done.
+///
+/// # Errors
+/// [`CudaError`].
+pub unsafe fn copy_between(
+    entered: &Entered<'_>,
+    stream: *mut c_void,
+    (to, to_context): (DevicePtr, &Context),
+    (from, from_context): (DevicePtr, &Context),
+    len_bytes: u64,
+) -> Result<(), CudaError> {
+    if to_context.raw == from_context.raw {
+        // SAFETY: the caller's.
+        return unsafe { copy(entered, stream, to, from, len_bytes) };
+    }
+    if len_bytes == 0 {
+        return Ok(());
+    }
+    let len = usize::try_from(len_bytes).unwrap_or(usize::MAX);
+    // SAFETY: the caller's.
+    unsafe {
+        call!(cuMemcpyPeerAsync(
+            to,
+            to_context.raw,
+            from,
+            from_context.raw,
+            len,
+            stream.cast()
+        ))
+    }
 }
 
 /// Whether everything that was enqueued on a stream is done.

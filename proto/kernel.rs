@@ -328,6 +328,7 @@ impl ControlBlock {
             inband_part_bytes: regions.inband_part_bytes,
             staging_offset: regions.staging_offset(),
             staging_part_bytes: regions.staging_part_bytes,
+            island_size: regions.island_size,
             ..Self::default()
         };
         for (to, start) in block.window.iter_mut().zip(windows) {
@@ -513,11 +514,18 @@ pub const fn dtype_code(dtype: Dtype) -> Option<u32> {
     }
 }
 
-/// The regions of a window, by the capacities that are configured.
+/// Whether ranks are in islands that a hierarchical reduction is for: of more than one rank, and fewer than all.
+pub const fn has_islands(world_size: u32, island_size: u32) -> bool {
+    1 < island_size && island_size < world_size && world_size.is_multiple_of(island_size)
+}
+
+/// The regions of a window, by the capacities that are configured, and who shares it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Regions {
     /// Number of ranks.
     pub world_size: u32,
+    /// Ranks of an island, which are consecutive; divides `world_size`. Takes no room.
+    pub island_size: u32,
     /// Bytes of one peer's push slot; a multiple of 32.
     pub push_slot_bytes: u64,
     /// Bytes of one in-band part; a multiple of 32.

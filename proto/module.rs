@@ -7,7 +7,8 @@
 
 use crate::cuda::{Context, CudaError, Entered, check};
 use crate::kernel::{
-    Call, Instance, Launch, ResidentLaunch, RingLaunch, SERVICE_THREADS, algorithm_name, dtype_name,
+    Call, Instance, Launch, REDUCE_COPIED_THREADS, ReduceCopied, ResidentLaunch, RingLaunch,
+    SERVICE_THREADS, algorithm_name, dtype_name,
 };
 use crate::{Algorithm, Dtype};
 use cudarc::driver::sys;
@@ -69,6 +70,8 @@ pub struct Kernels {
     instance: Instance,
     /// By algorithm and dtype, in the order of the wire enums.
     functions: [[Option<sys::CUfunction>; DTYPES]; ALGORITHMS],
+    /// By dtype: reduces tensors that are all on the GPU.
+    reduce_copied: [Option<sys::CUfunction>; DTYPES],
     resident_blocks: u32,
     /// The kernel that stays, and blocks of its largest size that the GPU holds at once.
     resident: (sys::CUfunction, u32),
@@ -153,6 +156,15 @@ impl Kernels {
                 *function = Some(found);
             }
         }
+        let mut reduce_copied = [None; DTYPES];
+        for (dtype, function) in Dtype::ALL.into_iter().zip(&mut reduce_copied) {
+            let Some(dtype) = dtype_name(dtype) else {
+                continue;
+            };
+            let found = module.function(&format!("allreduced_reduce_copied_{dtype}"))?;
+            occupancy(context, found, REDUCE_COPIED_THREADS)?;
+            *function = Some(found);
+        }
         let resident = module.function(&format!("allreduced_resident_{}", instance.name()))?;
         let ring = module.function("allreduced_ring")?;
         occupancy(context, ring, SERVICE_THREADS)?;
@@ -161,6 +173,7 @@ impl Kernels {
         Ok(Self {
             instance,
             functions,
+            reduce_copied,
             resident_blocks,
             resident: (resident, stays),
             ring,
@@ -265,12 +278,51 @@ impl Kernels {
     fn function(&self, algorithm: Algorithm, dtype: Dtype) -> Option<sys::CUfunction> {
         let mut algorithms = Algorithm::ALL.into_iter().zip(&self.functions);
         let (_, by_dtype) = algorithms.find(|(known, _)| *known == algorithm)?;
-        let mut dtypes = Dtype::ALL.into_iter().zip(by_dtype);
-        dtypes
-            .find(|(known, _)| *known == dtype)?
-            .1
-            .as_ref()
-            .copied()
+        of_dtype(by_dtype, dtype)
+    }
+
+    /// Enqueues the reduction of tensors that are all on the GPU already. It waits for no peer, so any number of blocks
+    /// will do.
+    ///
+    /// # Safety
+    /// `entered` is of the context that the kernels were loaded in, and `stream` a live stream of it. The ranges that
+    /// `copied` names are live until the stream has done it; the destination is one of the sources, or apart from all.
+    ///
+    /// # Errors
+    /// [`LaunchError`].
+    pub unsafe fn launch_reduce_copied(
+        &self,
+        _entered: &Entered<'_>,
+        stream: *mut c_void,
+        dtype: Dtype,
+        mut copied: ReduceCopied,
+        (blocks, threads): (u32, u32),
+    ) -> Result<(), LaunchError> {
+        let fits = threads <= REDUCE_COPIED_THREADS;
+        let Some(function) = of_dtype(&self.reduce_copied, dtype).filter(|_| fits) else {
+            return Err(LaunchError::NoKernel {
+                algorithm: Algorithm::CopyEngineRing,
+                dtype,
+                blocks,
+                data_threads: threads,
+                ranks: 1,
+                resident_blocks: self.resident_blocks,
+            });
+        };
+        let mut parameters = [(&raw mut copied).cast()];
+        // SAFETY: the function takes one ReduceCopied by value, which is copied during the call; the rest is the
+        // caller's.
+        unsafe {
+            launch_kernel(
+                function,
+                stream,
+                (blocks, 1),
+                threads,
+                false,
+                &mut parameters,
+            )
+        }?;
+        Ok(())
     }
 
     /// Enqueues one launch of `calls`: the ranks of this process on this GPU.
@@ -328,6 +380,14 @@ impl Kernels {
         }?;
         Ok(())
     }
+}
+
+fn of_dtype(
+    functions: &[Option<sys::CUfunction>; DTYPES],
+    dtype: Dtype,
+) -> Option<sys::CUfunction> {
+    let mut dtypes = Dtype::ALL.into_iter().zip(functions);
+    *dtypes.find(|(known, _)| *known == dtype)?.1
 }
 
 /// Enqueues a kernel; `programmatic` as in [`Shape`].

@@ -10,6 +10,8 @@
 
 mod harness;
 
+#[path = "gpu/apart.rs"]
+mod apart;
 #[path = "gpu/captured.rs"]
 mod captured;
 #[path = "gpu/conform.rs"]

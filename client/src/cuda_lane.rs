@@ -22,7 +22,7 @@ use allreduce_contract::cuda::{
 };
 use allreduce_contract::kernel::{
     CONTROL_BLOCK_BYTES, Call, CallParts, ControlBlock, Instance, MAX_RING_BUFFERS, RING_ARENA,
-    RING_STAGING, Regions, RingLaunch, RingPlace, command, dtype_code, op_code,
+    RING_STAGING, Regions, RingLaunch, RingPlace, command, dtype_code, has_islands, op_code,
 };
 use allreduce_contract::module::{Kernels, LaunchError, Shape};
 use allreduce_contract::v1::{self, CudaMemory, CudaWindows, Peers, PlanResponse, RegionKind};
@@ -413,6 +413,7 @@ impl Lane {
             .ok_or("Peers names no rank, or too many")?;
         let regions = Regions {
             world_size: world_size.get(),
+            island_size: layout.island_size,
             push_slot_bytes: layout.push_slot_bytes,
             inband_part_bytes: layout.inband_part_bytes,
             staging_part_bytes: layout.staging_part_bytes,
@@ -506,7 +507,7 @@ impl Lane {
     /// Reduces with the other ranks, which may still be opening theirs.
     fn try_out(&self, trial: &Trial) -> Result<(), String> {
         let _relaxed = Relaxed::begin().map_err(|error| error.to_string())?;
-        self.test(&trial.stream, trial.world_size, &trial.status)?;
+        self.test(trial)?;
         self.settle(&trial.stream, &trial.layout, trial.settled)
             .map_err(|error| error.to_string())
     }
@@ -561,12 +562,14 @@ impl Lane {
     }
 
     /// Reduces with all ranks by the real kernels, from this process, and compares.
-    fn test(
-        &self,
-        stream: &Stream,
-        world_size: WorldSize,
-        status: &DeviceMemory,
-    ) -> Result<(), String> {
+    fn test(&self, trial: &Trial) -> Result<(), String> {
+        let Trial {
+            stream,
+            status,
+            world_size,
+            layout,
+            ..
+        } = trial;
         let text = |error: CudaError| error.to_string();
         // Small integers: exact in any order.
         let value = |rank: u32, index: usize| (rank * 37 + 1) as f32 + (index % 101) as f32;
@@ -588,15 +591,20 @@ impl Lane {
             memory.start() + len_bytes.next_multiple_of(256),
         );
         let mut found = vec![0; own.len()];
+        let islands = has_islands(world_size.get(), layout.island_size);
         let algorithms: &[Algorithm] = match self.way {
             Way::Delegated => &[
                 Algorithm::OneShotPush,
                 Algorithm::OneShotPullInband,
                 Algorithm::TwoShotPush,
                 Algorithm::TwoShotPullInband,
+                Algorithm::Hierarchical,
             ],
             Way::Resident(_) => &[Algorithm::OneShotPullInband],
         };
+        let algorithms = algorithms
+            .iter()
+            .filter(|algorithm| islands || **algorithm != Algorithm::Hierarchical);
         let tensors = Tensors {
             src,
             dst,
@@ -612,7 +620,7 @@ impl Lane {
             data_threads: TEST_SHAPE.data_threads,
             launch_elems: TEST_ELEMS as u64,
         };
-        for algorithm in algorithms.iter().copied() {
+        for algorithm in algorithms.copied() {
             let plan = plan_of(algorithm);
             // SAFETY: src and dst are of the memory above, used on this stream alone, which is of the lane's context.
             unsafe {

@@ -167,6 +167,19 @@ impl Default for Host {
     }
 }
 
+/// When reductions may go through pinned memory of the host.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum HostStaged {
+    /// Where GPUs of a communicator have no peer access.
+    #[default]
+    Auto,
+    /// Everywhere: also for who asks for algorithm host_staged.
+    Always,
+    /// Nowhere: GPUs without peer access are refused.
+    Never,
+}
+
 /// Section `[cuda]`. A rank's window takes 32 KiB, 2 x world_size push slots, 8 in-band parts, 4 staging parts
 /// and its arena of GPU memory; tensors longer than a slot or part are reduced piece by piece.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -182,6 +195,14 @@ pub struct CudaConfig {
     pub inband_part_bytes: u64,
     /// Bytes of a staging part; a multiple of 32.
     pub staging_part_bytes: u64,
+    /// When there are windows in pinned memory of the host too, through which GPUs reduce that cannot reach each other's
+    /// memory. Such a window takes 32 KiB and 8 x host_staged_bytes for each rank.
+    pub host_staged: HostStaged,
+    /// Bytes of an in-band part of a window in host memory, which is the longest tensor of one launch through it; a
+    /// multiple of 32.
+    pub host_staged_bytes: u64,
+    /// Treat the ranks' GPUs as unable to reach each other's memory, also several ranks' one GPU: for tests.
+    pub assume_no_peer_access: bool,
     /// Compile the kernels at run time even where the build has them.
     pub use_nvrtc: bool,
     /// Directory of libnvrtc, for a build without kernels; empty looks in CUDA_HOME, /usr/local/cuda and the
@@ -208,6 +229,9 @@ impl Default for CudaConfig {
             push_slot_bytes: 256 << 10,
             inband_part_bytes: 1 << 20,
             staging_part_bytes: 4 << 20,
+            host_staged: HostStaged::Auto,
+            host_staged_bytes: 1 << 20,
+            assume_no_peer_access: false,
             use_nvrtc: false,
             nvrtc_dir: PathBuf::new(),
             kernel_cache_dir: PathBuf::new(),
@@ -509,6 +533,7 @@ impl Config {
             ("cuda.push_slot_bytes", self.cuda.push_slot_bytes),
             ("cuda.inband_part_bytes", self.cuda.inband_part_bytes),
             ("cuda.staging_part_bytes", self.cuda.staging_part_bytes),
+            ("cuda.host_staged_bytes", self.cuda.host_staged_bytes),
         ] {
             // The least a world of 16 ranks can work with, and the most that makes sense.
             if !(1024..=1 << 30).contains(&bytes) || !bytes.is_multiple_of(32) {
@@ -668,6 +693,14 @@ mod tests {
                 "file:2: log.level: \"loud\" is none of off, error, ",
             ),
             ("[log]\nlevel = \"a=b=c\"\n", "file:2: log.level: "),
+            (
+                "[cuda]\nhost_staged = \"maybe\"\n",
+                "file:2: cuda.host_staged: unknown variant `maybe`",
+            ),
+            (
+                "[cuda]\nhost_staged_bytes = 1040\n",
+                "file:2: cuda.host_staged_bytes: 1040 is not a multiple of 32",
+            ),
             (
                 "[host]\narena_len_bytes = -1\n",
                 "file:2: host.arena_len_bytes: invalid value: integer `-1`",

@@ -1,7 +1,7 @@
 //! What a reduction on a GPU answers: the reference's result, bit for bit, on every rank.
 //!
 //! Every dtype x operator x algorithm x place that the kernels have, in worlds of 1 to 8, over lengths around
-//! the packs, aligned and not. Each case is a run of calls without a wait in between: a copy on the stream makes
+//! the packs, aligned and not; through windows in host memory too, which the daemons of these tests always make. Each case is a run of calls without a wait in between: a copy on the stream makes
 //! the source, the call follows at once, and out of place the source is overwritten right after it. Then the
 //! whole buffer is compared, guards included. Broken by another order of accumulation, a NaN that is not made
 //! canonical, a tail off by one, a byte written beside a tensor, and a reduction that runs before its source is
@@ -12,7 +12,7 @@ use crate::harness::{daemon, ranks};
 use crate::rank::{Rank, gpu_of, gpus, options};
 use allreduce_client::cuda::{Device, DeviceBuffer};
 use allreduce_client::{Algorithm, AllReduceOptions, Backend, Dtype, Op};
-use allreduce_kernels::reference::reduce_bytes;
+use allreduce_kernels::reference::{reduce_bytes, reduce_bytes_tree};
 use std::path::Path;
 use std::time::Instant;
 
@@ -40,10 +40,23 @@ struct Call {
     place: Place,
 }
 
-/// Every algorithm, and the plan's own choice, in every place.
-fn calls() -> Vec<Call> {
-    let cuda = Algorithm::ALL.into_iter();
-    let cuda = cuda.filter(|algorithm| algorithm.backend() == Backend::Cuda);
+/// Has the daemon make windows in host memory whatever the GPUs can reach.
+const HOST_WINDOWS: (&str, &str) = ("ALLREDUCED_CUDA__HOST_STAGED", "always");
+
+/// Ranks of an island where no topology is known: the largest part of the world, if it has parts.
+fn island_size(world_size: u32) -> Option<u32> {
+    (2..world_size)
+        .rev()
+        .find(|size| world_size.is_multiple_of(*size))
+}
+
+/// Every algorithm that such a world can have, and the plan's own choice, in every place.
+fn calls(world_size: u32) -> Vec<Call> {
+    let has_islands = island_size(world_size).is_some();
+    let cuda = Algorithm::ALL.into_iter().filter(|algorithm| {
+        algorithm.backend() == Backend::Cuda
+            && (has_islands || *algorithm != Algorithm::Hierarchical)
+    });
     let mut calls = Vec::new();
     for algorithm in cuda.map(Some).chain([None]) {
         for place in [Place::Out, Place::In] {
@@ -54,8 +67,26 @@ fn calls() -> Vec<Call> {
         algorithm: None,
         place: Place::Mixed,
     });
-    assert_eq!(calls.len(), 15);
+    assert_eq!(calls.len(), if has_islands { 21 } else { 19 });
     calls
+}
+
+/// What tensors reduce to.
+struct Reduced {
+    op: Op,
+    /// In rank order.
+    flat: Vec<u8>,
+    /// By islands, if there are any.
+    tree: Option<Vec<u8>>,
+}
+
+impl Reduced {
+    fn by(&self, algorithm: Option<Algorithm>) -> &[u8] {
+        match algorithm {
+            Some(Algorithm::Hierarchical) => self.tree.as_ref().unwrap(),
+            Some(_) | None => &self.flat,
+        }
+    }
 }
 
 /// A tensor of every rank, and what it reduces to by each operator.
@@ -65,7 +96,7 @@ struct Tensors {
     /// Elements by which sources and destinations are off their alignment.
     skew: usize,
     by_rank: Vec<Vec<u8>>,
-    reduced: Vec<(Op, Vec<u8>)>,
+    reduced: Vec<Reduced>,
 }
 
 impl Tensors {
@@ -75,10 +106,13 @@ impl Tensors {
             .map(|rank| tensor(dtype, num_elems, seed, rank))
             .collect();
         let views: Vec<&[u8]> = by_rank.iter().map(Vec::as_slice).collect();
-        let reduced = ops
-            .iter()
-            .map(|op| (*op, reduce_bytes(dtype, *op, &views).unwrap()))
-            .collect();
+        let reduced = ops.iter().map(|op| Reduced {
+            op: *op,
+            flat: reduce_bytes(dtype, *op, &views).unwrap(),
+            tree: island_size(world_size)
+                .map(|size| reduce_bytes_tree(dtype, *op, &views, size as usize).unwrap()),
+        });
+        let reduced = reduced.collect();
         Self {
             dtype,
             num_elems,
@@ -114,7 +148,8 @@ fn places(tensors: &Tensors, index: usize, rank: u32, in_place: bool) -> (usize,
 fn run(rank: &Rank, buffer: &DeviceBuffer, tensors: &Tensors, which: usize, calls: &[Call]) {
     let number = rank.communicator.rank();
     let (dtype, len_bytes) = (tensors.dtype, tensors.len_bytes());
-    let (op, reduced) = &tensors.reduced[which];
+    let reduced = &tensors.reduced[which];
+    let op = reduced.op;
     let pristine = &tensors.by_rank[number as usize];
     let mut image = vec![GUARD; (1 + 2 * calls.len()) * tensors.stride()];
     assert!(image.len() <= buffer.len_bytes());
@@ -137,7 +172,7 @@ fn run(rank: &Rank, buffer: &DeviceBuffer, tensors: &Tensors, which: usize, call
             ..AllReduceOptions::default()
         };
         let reduction = rank
-            .call(stream, at, tensors.num_elems, (dtype, *op), options)
+            .call(stream, at, tensors.num_elems, (dtype, op), options)
             .unwrap_or_else(|error| panic!("rank {number} {dtype} {op} {call:?}: {error}"));
         if let Some(asked) = call.algorithm {
             assert_eq!(reduction.algorithm, asked);
@@ -146,7 +181,7 @@ fn run(rank: &Rank, buffer: &DeviceBuffer, tensors: &Tensors, which: usize, call
             rank.fill(stream, at[0], AFTER, len_bytes);
             image[src..src + len_bytes].fill(AFTER);
         }
-        image[dst..dst + len_bytes].copy_from_slice(reduced);
+        image[dst..dst + len_bytes].copy_from_slice(reduced.by(call.algorithm));
     }
     rank.streams[1].synchronize().unwrap();
     let found = rank.download(&rank.streams[0], start, image.len());
@@ -182,7 +217,7 @@ fn conform(
     (cases, at_once): (&[Tensors], usize),
 ) {
     let started = Instant::now();
-    let calls = calls();
+    let calls = calls(world_size);
     let rooms = 1 + 2 * at_once.min(calls.len());
     let needed = cases
         .iter()
@@ -218,13 +253,13 @@ fn conform(
     }
 }
 
-/// 8,640 reductions of 0 to 21,505 elements.
+/// 11,376 reductions of 0 to 21,505 elements.
 #[test]
 fn worlds_of_1_to_8_equal_the_reference() {
     let Some((_watchdog, devices)) = gpus() else {
         return;
     };
-    let daemon = daemon(&[]);
+    let daemon = daemon(&[HOST_WINDOWS]);
     // The last: one element off 16 bytes.
     let lengths = [(0, 0), (1, 0), (7, 0), (21_504, 0), (21_505, 0), (4099, 1)];
     for world_size in 1..=8 {
@@ -235,7 +270,7 @@ fn worlds_of_1_to_8_equal_the_reference() {
             }
         }
         let name = format!("conform-{world_size}");
-        conform(daemon.socket(), &devices, &name, world_size, (&cases, 15));
+        conform(daemon.socket(), &devices, &name, world_size, (&cases, 21));
     }
 }
 
@@ -245,25 +280,29 @@ fn worlds_of_11_and_16_equal_the_reference() {
     let Some((_watchdog, devices)) = gpus() else {
         return;
     };
-    let daemon = daemon(&[]);
+    let daemon = daemon(&[HOST_WINDOWS]);
     for world_size in [11, 16] {
         let cases = [
             Tensors::make(Dtype::Bf16, 21_504, 0, world_size, &OPS),
             Tensors::make(Dtype::F32, 4099, 1, world_size, &OPS),
         ];
         let name = format!("conform-{world_size}");
-        conform(daemon.socket(), &devices, &name, world_size, (&cases, 15));
+        conform(daemon.socket(), &devices, &name, world_size, (&cases, 21));
     }
 }
 
-/// 8 MiB: longer than a push slot, an in-band part and a staging part, so of several launches by most algorithms.
+/// 8 MiB: longer than a push slot, an in-band part and a staging region, so of several pieces by every algorithm that
+/// has any.
 #[test]
 fn tensors_longer_than_a_window_equal_the_reference() {
     let Some((_watchdog, devices)) = gpus() else {
         return;
     };
-    let daemon = daemon(&[]);
-    for world_size in [1, 2, 3, 8] {
+    let daemon = daemon(&[
+        HOST_WINDOWS,
+        ("ALLREDUCED_CUDA__STAGING_PART_BYTES", "1048576"),
+    ]);
+    for world_size in [1, 2, 3, 4, 6, 8] {
         let cases: Vec<Tensors> = [
             (Dtype::F32, Op::Sum, 0),
             (Dtype::Bf16, Op::Avg, 0),

@@ -1,6 +1,7 @@
 //! Ranks that die, leave, do not call, or whose streams do not get there: the others get a typed error that names
 //! the rank, and the communicator forms again.
 
+use crate::apart::NO_PEER_ACCESS;
 use crate::harness::raw::{executor_pid, info};
 use crate::harness::worker::Worker;
 use crate::harness::{SOON, daemon, eventually, send_signal};
@@ -250,13 +251,10 @@ fn is_let_go_with_nan(worker: &mut Worker) {
 /// A stream that never gets to its reduction: the ranks are told whose it is, their streams are let go with NaN,
 /// others go on, and the communicator forms again on the same executor. The ranks are processes, so that nothing of
 /// theirs is in the way of the other communicator's.
-#[test]
-fn a_stream_that_does_not_get_there_is_named_and_let_go() {
-    let Some((_watchdog, devices)) = gpus() else {
-        return;
-    };
-    let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "2000")]);
-    let others = join_all(daemon.socket(), "others", 2, &devices);
+fn a_stuck_stream_is_named_and_let_go(devices: &[Device], environment: &[(&str, &str)]) {
+    let deadline = ("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "2000");
+    let daemon = daemon(&[environment, &[deadline]].concat());
+    let others = join_all(daemon.socket(), "others", 2, devices);
     reduce_well(&others);
     let mut workers = held_up(&daemon, "stuck");
     let told = eventually("rank 0 is told", || {
@@ -288,6 +286,23 @@ fn a_stream_that_does_not_get_there_is_named_and_let_go() {
     assert_eq!(info(daemon.socket(), "stuck").unwrap().incarnation, 1);
     assert!(others.iter().all(|rank| rank.communicator.epoch() == 1));
     reduce_well(&others);
+}
+
+#[test]
+fn a_stream_that_does_not_get_there_is_named_and_let_go() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    a_stuck_stream_is_named_and_let_go(&devices, &[]);
+}
+
+/// The same through windows in host memory. Broken by an end of the epoch that sets no abort word there.
+#[test]
+fn a_stream_that_does_not_get_there_is_let_go_without_peer_access() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    a_stuck_stream_is_named_and_let_go(&devices, &[NO_PEER_ACCESS]);
 }
 
 /// A rank that dies while its stream is held up: the survivor is told at once, and its stream is let go.

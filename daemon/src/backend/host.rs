@@ -228,7 +228,7 @@ impl Job {
         // More chunks than threads, so that a thread that is held up does not hold up all.
         let threads = match self.launch.plan.shape {
             Shape::Host { threads } => threads,
-            Shape::Cuda { .. } => 1,
+            Shape::Cuda { .. } | Shape::Copies { .. } => 1,
         };
         let count = NonZeroUsize::new(threads.saturating_mul(4)).unwrap_or(NonZeroUsize::MIN);
         (0..count.get()).into_par_iter().for_each(|index| {

@@ -1118,6 +1118,11 @@ impl<T> Communicator<T> {
         Ok(found.alive()?)
     }
 
+    /// Ranks of an island of the GPUs, once they were tested; else all are islands of their own.
+    pub(crate) fn island_size(&self) -> u32 {
+        self.gpus.map_or(1, |gpus| gpus.island_size)
+    }
+
     /// How the kernel of lane `resident` is launched, once the GPUs were tested.
     pub(crate) fn resident_shape(&self) -> Option<ResidentBlocks> {
         self.gpus.and_then(|gpus| gpus.resident)

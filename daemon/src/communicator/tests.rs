@@ -128,6 +128,9 @@ const GPUS: GpuLimits = GpuLimits {
     staging_part_bytes: 4096,
     resident: None,
     shared_by_mps: true,
+    island_size: 1,
+    peer_access: true,
+    host_staged_bytes: None,
 };
 
 /// Two ranks on backend cuda, joined; none has its window mapped.

@@ -21,7 +21,7 @@ use crate::health::HealthTable;
 use crate::plan::{LaneChoice, Plan, lane_geometry};
 use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
 use allreduce_contract::cuda::ImportedMemory;
-use allreduce_contract::kernel::{Instance, MAX_RING_BUFFERS};
+use allreduce_contract::kernel::{Instance, MAX_RING_BUFFERS, Regions};
 use allreduce_contract::lane::Abort;
 use allreduce_contract::memory::{Mapping, MemoryError, SealedMemory};
 use allreduce_contract::v1::{CudaMemory, ErrorCode, GaveUp, Hello, HostLane, RegionKind};
@@ -58,6 +58,8 @@ pub(crate) enum Tell {
         peers: Vec<Vec<SharedRegion>>,
         /// Of a kernel that stays, for each rank.
         resident_blocks: u32,
+        /// On backend cuda: ranks of an island.
+        island_size: u32,
         /// On backend host: how the lane works.
         host: Option<HostLane>,
     },
@@ -1167,19 +1169,21 @@ impl Task {
         if epoch != self.communicator.epoch() {
             return;
         }
-        let verdict = verdict.and_then(|mut limits| {
+        let verdict = verdict.and_then(|tested| {
+            let cuda::Tested { mut limits, notes } = tested;
             limits.shared_by_mps = cuda.is_shared_by_mps(&sessions, &self.has_mps);
             self.warnings = cuda.warnings(&sessions, &self.has_mps);
+            self.warnings.extend(notes);
             cuda.begin_epoch(epoch, sessions)
                 .map(|()| limits)
                 .map_err(|error| (Vec::new(), error.to_string()))
         });
-        if verdict.is_ok() {
+        if let Ok(limits) = &verdict {
             for warning in &self.warnings {
                 tracing::warn!("{warning}");
             }
             let name = format!("executor/{}/mps", self.spec.communicator_name);
-            self.health.set(&name, self.warnings.is_empty());
+            self.health.set(&name, limits.shared_by_mps);
         }
         self.communicator.tested(epoch, verdict);
     }
@@ -1594,7 +1598,10 @@ impl Task {
                     .collect();
                 let spec =
                     cuda::LaneSpec {
-                        regions: cuda.regions(),
+                        regions: Regions {
+                            island_size: self.communicator.island_size(),
+                            ..cuda.regions()
+                        },
                         instance: Instance::of(self.spec.world_size()),
                         epoch,
                         timeout: LANE_TEST_TIMEOUT,
@@ -1696,6 +1703,7 @@ impl Task {
                 lane,
                 peers,
                 resident_blocks,
+                island_size: self.communicator.island_size(),
                 host: None,
             };
             self.tell(session, tell);
@@ -1716,6 +1724,7 @@ impl Task {
                 lane,
                 peers: peers.to_vec(),
                 resident_blocks: 0,
+                island_size: 0,
                 host,
             };
             self.tell(*session, tell);

@@ -70,6 +70,21 @@ pub(crate) struct GpuLimits {
     pub resident: Option<ResidentBlocks>,
     /// Whether the executor and the ranks of each GPU that several ranks are on are clients of MPS.
     pub shared_by_mps: bool,
+    /// Ranks of an island, which are consecutive; divides the world size.
+    pub island_size: u32,
+    /// Whether every GPU can reach every other's memory.
+    pub peer_access: bool,
+    /// Bytes of an in-band part of the windows in host memory; none if there are no such windows.
+    pub host_staged_bytes: Option<u64>,
+}
+
+/// Ranks of an island where nothing is known of what connects the GPUs: as large as islands can be that are not all
+/// ranks; 1 for a world that has no such.
+pub(crate) fn default_island_size(world_size: WorldSize) -> u32 {
+    let mut smaller = (1..world_size.get()).rev();
+    smaller
+        .find(|size| world_size.get().is_multiple_of(*size))
+        .unwrap_or(1)
 }
 
 /// What a kernel that stays has for each rank.
@@ -156,6 +171,15 @@ pub(crate) enum Shape {
         /// Elements that one launch takes at most, a multiple of a pack's; a longer tensor takes several.
         launch_elems: u64,
     },
+    /// Copies by the GPUs' copy engines, and a kernel that reduces what they have brought.
+    Copies {
+        /// Blocks of the kernel, for each rank; it waits for nobody.
+        blocks: u32,
+        /// Threads of a block.
+        threads: u32,
+        /// Elements that are moved at a time, a pack's in each of world_size slices; a longer tensor takes several.
+        launch_elems: u64,
+    },
 }
 
 impl Plan {
@@ -163,7 +187,9 @@ impl Plan {
     pub(crate) fn launches(&self, num_elems: u64) -> u64 {
         match self.shape {
             Shape::Host { .. } => 1,
-            Shape::Cuda { launch_elems, .. } => num_elems.div_ceil(launch_elems.max(1)).max(1),
+            Shape::Cuda { launch_elems, .. } | Shape::Copies { launch_elems, .. } => {
+                num_elems.div_ceil(launch_elems.max(1)).max(1)
+            }
         }
     }
 }
@@ -242,6 +268,45 @@ pub(crate) enum Refusal {
     NotStaying {
         /// The one asked for.
         algorithm: Algorithm,
+    },
+    /// Ranks that launch, or ring, reach their peers' memory.
+    #[error(
+        "lane {lane} needs peer access between the GPUs, which these have not: lane rpc reduces through host memory"
+    )]
+    NoPeerAccess {
+        /// The lane asked for.
+        lane: Lane,
+    },
+    /// Kernels of the algorithm reach peers' memory.
+    #[error(
+        "algorithm {algorithm} needs peer access between the GPUs, which these have not: host_staged and copy_engine_ring do without"
+    )]
+    NotReachable {
+        /// The one asked for.
+        algorithm: Algorithm,
+    },
+    /// There is nothing to go through.
+    #[error(
+        "algorithm host_staged has no windows in host memory here: cuda.host_staged = \"always\" makes them; \"auto\" does where GPUs have no peer access"
+    )]
+    NoHostWindows,
+    /// One island, or islands of one, have nothing of a hierarchy.
+    #[error(
+        "algorithm hierarchical needs islands of more than one rank and fewer than all, of one size: {world_size} ranks in islands of {island_size} are none"
+    )]
+    NoIslands {
+        /// Number of ranks.
+        world_size: u32,
+        /// Ranks of an island.
+        island_size: u32,
+    },
+    /// What only the executor can do.
+    #[error("algorithm {algorithm} is the executor's: lane {lane} has no part in it, lane rpc has")]
+    OnlyRpc {
+        /// The one asked for.
+        algorithm: Algorithm,
+        /// The lane in use.
+        lane: Lane,
     },
     /// The ranks ask for different lanes.
     #[error("no lane is named by every rank that names any: have all ranks name the same, or none")]
@@ -411,8 +476,7 @@ fn plan_cuda(request: &PlanRequest<'_>, len_bytes: u64) -> Result<Plan, Refusal>
     }
     let costs = costs.filter(|costs| costs.fabric != Fabric::Loopback);
     let Some(costs) = costs else {
-        let shipped = Thresholds::shipped(world_size).choice(len_bytes);
-        return launched(shipped.unwrap_or(Algorithm::TwoShotPull), Basis::Shipped);
+        return launched(shipped(world_size, &limits, len_bytes), Basis::Shipped);
     };
     // The first of equals, so that there is one answer.
     let mut best: Option<(f64, Plan)> = None;
@@ -437,6 +501,17 @@ fn plan_cuda(request: &PlanRequest<'_>, len_bytes: u64) -> Result<Plan, Refusal>
         .ok_or_else(|| refused.unwrap_or(Refusal::NotTested))
 }
 
+/// Without costs: of one GPU's table; of GPUs apart, through host memory what one launch takes.
+fn shipped(world_size: WorldSize, limits: &GpuLimits, len_bytes: u64) -> Algorithm {
+    match (limits.peer_access, limits.host_staged_bytes) {
+        (true, _) => Thresholds::shipped(world_size)
+            .choice(len_bytes)
+            .unwrap_or(Algorithm::TwoShotPull),
+        (false, Some(one_launch)) if len_bytes <= one_launch => Algorithm::HostStaged,
+        (false, Some(_) | None) => Algorithm::CopyEngineRing,
+    }
+}
+
 /// One algorithm of the lanes that launch, as these GPUs can take it.
 fn launched(
     request: &PlanRequest<'_>,
@@ -456,12 +531,34 @@ fn launched(
         Lane::Rpc => true,
         Lane::Resident | Lane::Delegated => false,
     };
-    let ranks = limits.ranks_per_gpu.max(1);
     // Where ranks launch, a call's blocks are resident while those of the one before finish.
     let calls_at_once = match lane {
         Lane::Rpc => 1,
         Lane::Delegated | Lane::Resident => 2,
     };
+    check_algorithm(algorithm, lane, world_size, limits)?;
+    // Where a launch keeps what peers read or write (abi.h, "Largest tensor").
+    let ranks_u64 = u64::from(world_size.get());
+    let launch_bytes = match algorithm {
+        Algorithm::OneShotPush => limits.push_slot_bytes,
+        Algorithm::TwoShotPush => limits.push_slot_bytes / 2 * ranks_u64,
+        Algorithm::Hierarchical => limits.push_slot_bytes / 2 * u64::from(limits.island_size),
+        Algorithm::OneShotPullInband => limits.inband_part_bytes,
+        Algorithm::TwoShotPullInband if is_direct => limits.inband_part_bytes * ranks_u64,
+        Algorithm::TwoShotPullInband => limits.inband_part_bytes,
+        // Staged: what is in a GPU's memory can others not read.
+        Algorithm::HostStaged => limits.host_staged_bytes.ok_or(Refusal::NoHostWindows)?,
+        Algorithm::OneShotPull if in_place || !is_direct => limits.staging_part_bytes,
+        Algorithm::TwoShotPull if in_place || !is_direct => limits.staging_part_bytes,
+        Algorithm::TwoShotPull => limits.staging_part_bytes * ranks_u64,
+        Algorithm::CopyEngineRing => return Ok(plan_copies(request, limits, (len_bytes, basis))),
+        // Host algorithms were refused.
+        Algorithm::OneShotPull
+        | Algorithm::OneShot
+        | Algorithm::OneShotChunked
+        | Algorithm::TwoShot => u64::MAX,
+    };
+    let ranks = limits.ranks_per_gpu.max(1);
     let most_blocks = (limits.resident_blocks / ranks / calls_at_once).min(MAX_BLOCKS);
     if most_blocks == 0 {
         return Err(Refusal::TooFewBlocks {
@@ -469,27 +566,6 @@ fn launched(
             ranks,
         });
     }
-    // Where a launch keeps what peers read or write (abi.h, "Largest tensor").
-    let ranks_u64 = u64::from(world_size.get());
-    let launch_bytes = match algorithm {
-        Algorithm::OneShotPush => limits.push_slot_bytes,
-        Algorithm::TwoShotPush => limits.push_slot_bytes / 2 * ranks_u64,
-        Algorithm::OneShotPullInband => limits.inband_part_bytes,
-        Algorithm::TwoShotPullInband if is_direct => limits.inband_part_bytes * ranks_u64,
-        Algorithm::TwoShotPullInband => limits.inband_part_bytes,
-        Algorithm::OneShotPull if in_place || !is_direct => limits.staging_part_bytes,
-        Algorithm::TwoShotPull if in_place || !is_direct => limits.staging_part_bytes,
-        Algorithm::TwoShotPull => limits.staging_part_bytes * ranks_u64,
-        // Not built yet.
-        Algorithm::Hierarchical | Algorithm::HostStaged | Algorithm::CopyEngineRing => {
-            return Err(Refusal::NotTested);
-        }
-        // Host algorithms were refused.
-        Algorithm::OneShotPull
-        | Algorithm::OneShot
-        | Algorithm::OneShotChunked
-        | Algorithm::TwoShot => u64::MAX,
-    };
     let launch_packs =
         (launch_bytes / PACK_BYTES).clamp(ranks_u64, MAX_PACKS) / ranks_u64 * ranks_u64;
     let pack_elems = PACK_BYTES / dtype.size_bytes() as u64;
@@ -506,9 +582,121 @@ fn launched(
     })
 }
 
+/// The plan of a test before Ready: that of lane rpc, for a sum out of place by a named algorithm.
+///
+/// # Errors
+/// [`Refusal`].
+pub(crate) fn plan_of_test(
+    world_size: WorldSize,
+    num_elems: u64,
+    (dtype, algorithm): (Dtype, Algorithm),
+    limits: GpuLimits,
+) -> Result<Plan, Refusal> {
+    plan(PlanRequest {
+        backend: Backend::Cuda,
+        lane: Lane::Rpc,
+        world_size,
+        num_elems,
+        dtype,
+        op: Op::Sum,
+        algorithm: Some(algorithm),
+        in_place: false,
+        max_threads: 1,
+        geometry: lane_geometry(Lane::Rpc, world_size, 1, &Host::default()),
+        gpus: Some(limits),
+        costs: None,
+    })
+}
+
+/// Parts of the staging region, all of which copies may use: no kernel is at work there meanwhile.
+const STAGING_PARTS: u64 = 4;
+/// Threads of a block of the kernel that reduces copies.
+const COPIES_THREADS: u32 = 256;
+/// Most blocks of it: as many packs are under way as the memory of any GPU needs.
+const COPIES_MAX_BLOCKS: u64 = 512;
+
+/// Each rank's slice of a piece, from every rank, is in its staging at once.
+fn plan_copies(request: &PlanRequest<'_>, limits: &GpuLimits, (len_bytes, basis): (u64, Basis)) -> Plan {
+    let ranks = u64::from(request.world_size.get());
+    let room = limits.staging_part_bytes.saturating_mul(STAGING_PARTS) / PACK_BYTES;
+    let slice_packs = (room / ranks).max(1);
+    let packs = len_bytes.div_ceil(PACK_BYTES).div_ceil(ranks);
+    let blocks = packs
+        .min(slice_packs)
+        .div_ceil(u64::from(COPIES_THREADS))
+        .clamp(1, COPIES_MAX_BLOCKS);
+    let pack_elems = PACK_BYTES / request.dtype.size_bytes() as u64;
+    Plan {
+        algorithm: Algorithm::CopyEngineRing,
+        shape: Shape::Copies {
+            blocks: u32::try_from(blocks).unwrap_or(1),
+            threads: COPIES_THREADS,
+            launch_elems: slice_packs * ranks * pack_elems,
+        },
+        basis,
+    }
+}
+
+/// Whether an algorithm of backend cuda can be had, whatever the tensor.
+///
+/// # Errors
+/// [`Refusal`].
+pub(crate) fn check_algorithm(
+    algorithm: Algorithm,
+    lane: Lane,
+    world_size: WorldSize,
+    limits: &GpuLimits,
+) -> Result<(), Refusal> {
+    if lane != Lane::Rpc && !limits.peer_access {
+        return Err(Refusal::NoPeerAccess { lane });
+    }
+    let (world_size, island_size) = (world_size.get(), limits.island_size);
+    match algorithm {
+        Algorithm::HostStaged | Algorithm::CopyEngineRing if lane != Lane::Rpc => {
+            Err(Refusal::OnlyRpc { algorithm, lane })
+        }
+        Algorithm::HostStaged if limits.host_staged_bytes.is_none() => Err(Refusal::NoHostWindows),
+        Algorithm::HostStaged | Algorithm::CopyEngineRing => Ok(()),
+        Algorithm::OneShotPush
+        | Algorithm::OneShotPull
+        | Algorithm::OneShotPullInband
+        | Algorithm::TwoShotPush
+        | Algorithm::TwoShotPull
+        | Algorithm::TwoShotPullInband
+        | Algorithm::Hierarchical
+            if !limits.peer_access =>
+        {
+            Err(Refusal::NotReachable { algorithm })
+        }
+        Algorithm::Hierarchical if !kernel::has_islands(world_size, island_size) => {
+            Err(Refusal::NoIslands {
+                world_size,
+                island_size,
+            })
+        }
+        Algorithm::OneShotPush
+        | Algorithm::OneShotPull
+        | Algorithm::OneShotPullInband
+        | Algorithm::TwoShotPush
+        | Algorithm::TwoShotPull
+        | Algorithm::TwoShotPullInband
+        | Algorithm::Hierarchical => Ok(()),
+        Algorithm::OneShot | Algorithm::OneShotChunked | Algorithm::TwoShot => {
+            Err(Refusal::NoSuchAlgorithm {
+                algorithm,
+                backend: Backend::Cuda,
+            })
+        }
+    }
+}
+
 /// The kernel that stays has one algorithm and one shape.
 fn plan_resident(request: &PlanRequest<'_>, limits: &GpuLimits) -> Result<Plan, Refusal> {
     let only = Algorithm::OneShotPullInband;
+    if !limits.peer_access {
+        let lane = Lane::Resident;
+        return Err(Refusal::NoPeerAccess { lane });
+    }
     if let Some(algorithm) = request.algorithm.filter(|asked| *asked != only) {
         return Err(Refusal::NotStaying { algorithm });
     }
@@ -552,6 +740,9 @@ fn cuda_shape(instance: Instance, most_blocks: u32, packs: u64) -> (u32, u32) {
 /// Whether these ranks can have a lane of their backend.
 fn check_lane(backend: Backend, lane: Lane, gpus: Option<&GpuLimits>) -> Result<(), Refusal> {
     match (backend, lane, gpus) {
+        (Backend::Cuda, Lane::Delegated | Lane::Resident, Some(limits)) if !limits.peer_access => {
+            Err(Refusal::NoPeerAccess { lane })
+        }
         // The ranks' kernels wait for each other; and the ranks' for the executor's.
         (Backend::Cuda, Lane::Delegated, Some(limits))
             if limits.ranks_per_gpu > 1 && !limits.shared_by_mps =>
@@ -704,10 +895,19 @@ mod tests {
             1_u64..4096,
             1_u64..4096,
             1_u64..4096,
-            any::<bool>(),
+            any::<[bool; 2]>(),
+            option::of(32_u64..4096),
         )
             .prop_map(
-                |(gpus, resident_blocks, push, inband, staging, shared_by_mps)| GpuLimits {
+                |(
+                    gpus,
+                    resident_blocks,
+                    push,
+                    inband,
+                    staging,
+                    [shared_by_mps, peer_access],
+                    host_staged,
+                )| GpuLimits {
                     gpus,
                     ranks_per_gpu: 16_u32.div_ceil(gpus),
                     resident_blocks,
@@ -719,6 +919,10 @@ mod tests {
                         data_threads: 160,
                     }),
                     shared_by_mps,
+                    // Of the world: see `requests`.
+                    island_size: 1,
+                    peer_access,
+                    host_staged_bytes: host_staged.map(|packs| 32 * packs),
                 },
             )
     }
@@ -772,6 +976,7 @@ mod tests {
             0_usize..9,
             option::weighted(0.9, limits()),
             option::of(0..machines().len()),
+            0_usize..5,
         )
             .prop_map(
                 |(
@@ -781,6 +986,7 @@ mod tests {
                     max_threads,
                     gpus,
                     machine,
+                    divisor,
                 )| PlanRequest {
                     backend,
                     lane,
@@ -797,10 +1003,37 @@ mod tests {
                         max_threads,
                         &Host::default(),
                     ),
-                    gpus,
+                    gpus: gpus.map(|gpus| GpuLimits {
+                        island_size: (1..=world_size)
+                            .filter(|size| world_size.is_multiple_of(*size))
+                            .nth(divisor)
+                            .unwrap_or(1),
+                        ..gpus
+                    }),
                     costs: machine.and_then(|machine| costs_of(machine, world_size)),
                 },
             )
+    }
+
+    /// Whether there is a reason to refuse in what these GPUs can take.
+    fn gpus_refuse(request: &PlanRequest, gpus: &GpuLimits) -> bool {
+        let is_unreachable = request.lane != Lane::Rpc && !gpus.peer_access;
+        let is_ineligible = request.algorithm.is_some_and(|asked| {
+            check_algorithm(asked, request.lane, request.world_size, gpus).is_err()
+        });
+        let is_short = match request.lane {
+            // Copies wait for nobody.
+            Lane::Rpc => {
+                gpus.resident_blocks < gpus.ranks_per_gpu
+                    && request.algorithm != Some(Algorithm::CopyEngineRing)
+            }
+            Lane::Delegated => gpus.resident_blocks < 2 * gpus.ranks_per_gpu,
+            Lane::Resident => {
+                let only = Algorithm::OneShotPullInband;
+                gpus.resident.is_none() || request.algorithm.is_some_and(|asked| asked != only)
+            }
+        };
+        is_unreachable || is_ineligible || is_short
     }
 
     /// Whether a plan can be launched.
@@ -843,20 +1076,50 @@ mod tests {
                 );
                 let launch_bytes = u128::from(launch_elems) * request.dtype.size_bytes() as u128;
                 prop_assert!(launch_elems >= 1 && launch_bytes.is_multiple_of(16));
+                let ranks = u64::from(request.world_size.get());
+                let is_direct = request.lane == Lane::Rpc;
                 let room = match plan.algorithm {
                     Algorithm::OneShotPush => limits.push_slot_bytes,
+                    Algorithm::TwoShotPush => limits.push_slot_bytes / 2 * ranks,
+                    Algorithm::Hierarchical => {
+                        prop_assert!(kernel::has_islands(
+                            request.world_size.get(),
+                            limits.island_size
+                        ));
+                        limits.push_slot_bytes / 2 * u64::from(limits.island_size)
+                    }
                     Algorithm::OneShotPullInband => limits.inband_part_bytes,
-                    Algorithm::OneShotPull | Algorithm::TwoShotPull
-                        if request.in_place || request.lane != Lane::Rpc =>
-                    {
-                        limits.staging_part_bytes
+                    Algorithm::TwoShotPullInband if is_direct => limits.inband_part_bytes * ranks,
+                    Algorithm::TwoShotPullInband => limits.inband_part_bytes,
+                    Algorithm::HostStaged => limits.host_staged_bytes.unwrap(),
+                    Algorithm::OneShotPull if is_direct && !request.in_place => u64::MAX,
+                    Algorithm::TwoShotPull if is_direct && !request.in_place => {
+                        limits.staging_part_bytes * ranks
                     }
-                    Algorithm::TwoShotPullInband if request.lane != Lane::Rpc => {
-                        limits.inband_part_bytes
-                    }
-                    _ => u64::MAX,
+                    Algorithm::OneShotPull | Algorithm::TwoShotPull => limits.staging_part_bytes,
+                    Algorithm::CopyEngineRing
+                    | Algorithm::OneShot
+                    | Algorithm::OneShotChunked
+                    | Algorithm::TwoShot => 0,
                 };
+                prop_assert!(limits.peer_access || plan.algorithm == Algorithm::HostStaged);
                 prop_assert!(launch_bytes <= u128::from(room), "{}", launch_bytes);
+            }
+            Shape::Copies {
+                blocks,
+                threads,
+                launch_elems,
+            } => {
+                let limits = request.gpus.unwrap();
+                prop_assert_eq!(plan.algorithm, Algorithm::CopyEngineRing);
+                prop_assert_eq!(request.lane, Lane::Rpc);
+                prop_assert!(blocks >= 1 && threads.is_multiple_of(32));
+                prop_assert!((32..=kernel::REDUCE_COPIED_THREADS).contains(&threads));
+                // Whole packs in each slice, and a slice of every rank at once.
+                let launch_bytes = launch_elems * request.dtype.size_bytes() as u64;
+                let ranks = u64::from(request.world_size.get());
+                prop_assert!(launch_bytes > 0 && launch_bytes.is_multiple_of(16 * ranks));
+                prop_assert!(launch_bytes <= 4 * limits.staging_part_bytes);
             }
         }
         Ok(())
@@ -872,15 +1135,7 @@ mod tests {
                     let cuda_refuses = request.backend == Backend::Cuda
                         && (!matches!(request.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16)
                             || request.op == Op::Prod
-                            || request.gpus.is_none_or(|gpus| match request.lane {
-                                Lane::Rpc => gpus.resident_blocks < gpus.ranks_per_gpu,
-                                Lane::Delegated => gpus.resident_blocks < 2 * gpus.ranks_per_gpu,
-                                Lane::Resident => {
-                                    let only = Algorithm::OneShotPullInband;
-                                    gpus.resident.is_none()
-                                        || request.algorithm.is_some_and(|asked| asked != only)
-                                }
-                            }));
+                            || request.gpus.is_none_or(|gpus| gpus_refuse(&request, &gpus)));
                     let refused = cuda_refuses
                         || (request.backend == Backend::Host
                             && request.algorithm.is_some_and(|asked| match request.lane {
@@ -914,6 +1169,98 @@ mod tests {
             choose_lane(backend, &[&[Lane::Resident], &[Lane::Rpc]], None),
             Err(Refusal::NoCommonLane)
         );
+    }
+
+    #[test]
+    fn islands_are_the_largest_that_are_not_all_ranks() {
+        let sizes: Vec<u32> = (1..=16)
+            .map(|ranks| default_island_size(WorldSize::new(ranks).unwrap()))
+            .collect();
+        assert_eq!(sizes, [1, 1, 1, 2, 1, 3, 1, 4, 3, 5, 1, 6, 1, 7, 5, 8]);
+    }
+
+    const APART: GpuLimits = GpuLimits {
+        gpus: 8,
+        ranks_per_gpu: 1,
+        resident_blocks: 264,
+        push_slot_bytes: 256 << 10,
+        inband_part_bytes: 1 << 20,
+        staging_part_bytes: 4 << 20,
+        resident: Some(ResidentBlocks {
+            blocks: 6,
+            data_threads: 352,
+        }),
+        shared_by_mps: true,
+        island_size: 4,
+        peer_access: false,
+        host_staged_bytes: Some(1 << 20),
+    };
+
+    #[test]
+    fn without_peer_access_the_executor_goes_through_host_memory() {
+        let request = |lane, num_elems, algorithm| PlanRequest {
+            backend: Backend::Cuda,
+            lane,
+            world_size: WorldSize::new(8).unwrap(),
+            num_elems,
+            dtype: Dtype::Bf16,
+            op: Op::Sum,
+            algorithm,
+            in_place: true,
+            max_threads: 1,
+            geometry: lane_geometry(lane, WorldSize::new(8).unwrap(), 1, &Host::default()),
+            gpus: Some(APART),
+            costs: None,
+        };
+        let chosen = |num_elems| plan(request(Lane::Rpc, num_elems, None)).unwrap().algorithm;
+        assert_eq!(chosen(21_504), Algorithm::HostStaged);
+        assert_eq!(chosen(16 << 20), Algorithm::CopyEngineRing);
+        for algorithm in Algorithm::ALL {
+            let planned = plan(request(Lane::Rpc, 21_504, Some(algorithm)));
+            let is_to_be_had =
+                matches!(algorithm, Algorithm::HostStaged | Algorithm::CopyEngineRing);
+            assert_eq!(planned.is_ok(), is_to_be_had, "{algorithm}: {planned:?}");
+        }
+        for lane in [Lane::Delegated, Lane::Resident] {
+            let refused = Err(Refusal::NoPeerAccess { lane });
+            assert_eq!(plan(request(lane, 21_504, None)), refused);
+            let asked = choose_lane(Backend::Cuda, &[&[lane], &[]], Some(&APART));
+            assert_eq!(asked, Err(Refusal::NoPeerAccess { lane }));
+        }
+        let auto = choose_lane(Backend::Cuda, &[&[], &[]], Some(&APART)).unwrap();
+        assert_eq!(auto.lane, Lane::Rpc);
+        assert!(auto.reason.contains("peer access"), "{}", auto.reason);
+    }
+
+    #[test]
+    fn what_the_executor_alone_can_do_is_refused_to_ranks_that_launch() {
+        let limits = GpuLimits {
+            peer_access: true,
+            ..APART
+        };
+        let world_size = WorldSize::new(8).unwrap();
+        let check = |algorithm, lane| check_algorithm(algorithm, lane, world_size, &limits);
+        for algorithm in [Algorithm::HostStaged, Algorithm::CopyEngineRing] {
+            let lane = Lane::Delegated;
+            assert_eq!(check(algorithm, Lane::Rpc), Ok(()));
+            assert_eq!(
+                check(algorithm, lane),
+                Err(Refusal::OnlyRpc { algorithm, lane })
+            );
+        }
+        assert_eq!(check(Algorithm::Hierarchical, Lane::Delegated), Ok(()));
+        let flat = GpuLimits {
+            island_size: 8,
+            host_staged_bytes: None,
+            ..limits
+        };
+        let check = |algorithm| check_algorithm(algorithm, Lane::Rpc, world_size, &flat);
+        let none = Refusal::NoIslands {
+            world_size: 8,
+            island_size: 8,
+        };
+        assert_eq!(check(Algorithm::Hierarchical), Err(none));
+        assert_eq!(check(Algorithm::HostStaged), Err(Refusal::NoHostWindows));
     }
 
     #[test]

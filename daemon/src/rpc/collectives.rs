@@ -161,6 +161,11 @@ impl Collectives for CollectivesService {
                 data_threads,
                 launch_elems,
             } => (blocks, data_threads, launch_elems),
+            Shape::Copies {
+                blocks,
+                threads,
+                launch_elems,
+            } => (blocks, threads, launch_elems),
             Shape::Host { threads } => (u32::try_from(threads).unwrap_or(u32::MAX), 1, num_elems),
         };
         Ok(Response::new(PlanResponse {

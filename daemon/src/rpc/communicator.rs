@@ -195,6 +195,7 @@ impl Attachment {
                 lane,
                 peers,
                 resident_blocks,
+                island_size,
                 host,
             } => {
                 let region = |region: SharedRegion| Region {
@@ -217,6 +218,7 @@ impl Attachment {
                             staging_part_bytes: spec.cuda.staging_part_bytes,
                             timeout_ms: spec.communicator.default_timeout_ms,
                             resident_blocks,
+                            island_size,
                         }),
                     },
                     host,

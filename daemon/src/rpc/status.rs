@@ -82,12 +82,17 @@ impl ToStatus for Refusal {
             | Refusal::NotStaying { .. }
             | Refusal::NoSuchAlgorithm { .. }
             | Refusal::OnlyDelegated(_)
+            | Refusal::OnlyRpc { .. }
+            | Refusal::NotReachable { .. }
+            | Refusal::NoHostWindows
+            | Refusal::NoIslands { .. }
             | Refusal::NotDelegated(_)
             | Refusal::NotResident(_) => (Code::InvalidArgument, detail(ErrorCode::Refused)),
             Refusal::TooFewBlocks { .. }
             | Refusal::NotTested
             | Refusal::NoCommonLane
             | Refusal::NeedsMps { .. }
+            | Refusal::NoPeerAccess { .. }
             | Refusal::NoResident
             | Refusal::NoSuchBackend { .. } => {
                 (Code::FailedPrecondition, detail(ErrorCode::Unsupported))

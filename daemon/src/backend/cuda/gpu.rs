@@ -7,7 +7,7 @@ use crate::backend::cuda::image;
 use crate::communicator::GpuError;
 use crate::config::CudaConfig;
 use allreduce_contract::cuda::{Context, CudaError, Device, Entered, Event, Stream};
-use allreduce_contract::kernel::{self, Call, Instance, ResidentLaunch};
+use allreduce_contract::kernel::{self, Call, Instance, ReduceCopied, ResidentLaunch};
 use allreduce_contract::memory::{MemoryError, SealedMemory};
 use allreduce_contract::module::{self, LaunchError, Shape};
 use allreduce_contract::{Algorithm, Dtype};
@@ -26,6 +26,8 @@ pub(crate) struct Gpu {
     pub(crate) side_stream: Stream,
     /// Recorded behind reductions, to learn that they are done.
     pub(crate) fence: Event,
+    /// Recorded where other GPUs' streams are to wait for this one's.
+    pub(crate) milestone: Event,
     kernels: Mutex<HashMap<Instance, Arc<Kernels>>>,
 }
 
@@ -42,11 +44,13 @@ impl Gpu {
         let stream = Stream::create(&context).map_err(failed("stream"))?;
         let side_stream = Stream::create(&context).map_err(failed("stream"))?;
         let fence = Event::create(&context).map_err(failed("event"))?;
+        let milestone = Event::create(&context).map_err(failed("event"))?;
         Ok(Arc::new(Self {
             context,
             stream,
             side_stream,
             fence,
+            milestone,
             kernels: Mutex::new(HashMap::new()),
         }))
     }
@@ -175,11 +179,37 @@ impl Kernels {
         };
         let stream = gpu.stream.raw().cast();
         // SAFETY: the caller's.
-        unsafe { self.loaded.launch(entered, stream, kernel, calls, shape) }.map_err(|error| {
-            match error {
-                LaunchError::Cuda(error) => failed("launch")(error),
-                LaunchError::NoKernel { .. } => GpuError::NoKernels(error.to_string()),
-            }
-        })
+        unsafe { self.loaded.launch(entered, stream, kernel, calls, shape) }.map_err(not_launched)
+    }
+
+    /// Enqueues the reduction of tensors that are all on this GPU, on its stream.
+    ///
+    /// # Safety
+    /// That of [`module::Kernels::launch_reduce_copied`].
+    ///
+    /// # Errors
+    /// [`GpuError`].
+    pub(crate) unsafe fn launch_reduce_copied(
+        &self,
+        gpu: &Gpu,
+        entered: &Entered<'_>,
+        dtype: Dtype,
+        copied: ReduceCopied,
+        shape: (u32, u32),
+    ) -> Result<(), GpuError> {
+        let stream = gpu.stream.raw().cast();
+        // SAFETY: the caller's.
+        unsafe {
+            self.loaded
+                .launch_reduce_copied(entered, stream, dtype, copied, shape)
+        }
+        .map_err(not_launched)
+    }
+}
+
+fn not_launched(error: LaunchError) -> GpuError {
+    match error {
+        LaunchError::Cuda(error) => failed("launch")(error),
+        LaunchError::NoKernel { .. } => GpuError::NoKernels(error.to_string()),
     }
 }

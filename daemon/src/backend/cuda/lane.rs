@@ -163,9 +163,8 @@ fn start_residents(
     spec: &LaneSpec,
     shape: ResidentShape,
 ) -> Result<Vec<Resident>, GpuError> {
-    let all: Vec<&Window> = windows.iter().map(Arc::as_ref).collect();
     let mut residents = Vec::new();
-    for gpu in gpus_of(&all) {
+    for gpu in gpus_of(windows) {
         let mut places = Vec::new();
         for (rank, window) in windows.iter().enumerate() {
             if !Arc::ptr_eq(&window.gpu, gpu) {

@@ -9,25 +9,30 @@
 //! event for each GPU, recorded behind the newest launch whenever the last record is done. What was asked for
 //! meanwhile (saying "done", freeing) is deferred until every fence has passed the launch that was newest then.
 
+mod copies;
 mod gpu;
+mod host_window;
 mod image;
 mod lane;
 mod launch;
 mod resident;
 mod test;
 mod window;
+mod work;
 
 pub(crate) use lane::{EpochLane, LaneSpec, LaneWindow};
 pub(crate) use resident::{ResidentShape, RingMemory};
-pub(crate) use test::{Verdict, test};
+pub(crate) use test::{Tested, Verdict, test};
 pub(crate) use window::{Window, WindowSpec};
 
 use crate::backend::Fault;
-use crate::backend::cuda::gpu::{Gpu, Kernels, failed};
-use crate::backend::cuda::launch::{Accepted, Part};
+use crate::backend::cuda::gpu::{Gpu, failed};
+use crate::backend::cuda::launch::Accepted;
+use crate::backend::cuda::work::{Part, Site, Work};
 use crate::backend::jobs::JobThread;
 use crate::communicator::{ARENA, BufferError, GpuError, Launch, Place, RankLaunch};
 use crate::config::CudaConfig;
+use crate::plan::default_island_size;
 use allreduce_contract::cuda::{CudaError, Driver, IPC_HANDLE_LEN, ImportedMemory};
 use allreduce_contract::kernel::{Instance, Regions};
 use allreduce_contract::window::{Abort, AbortReason};
@@ -176,16 +181,15 @@ impl Garbage {
 /// One GPU's part of the launches.
 #[derive(Debug)]
 struct Lane {
-    gpu: Arc<Gpu>,
-    kernels: Arc<Kernels>,
+    site: Site,
     /// The epoch of the newest launch here.
     epoch: u64,
     /// Newest launch that is wholly enqueued here, and newest that is known to be done.
     launched: u64,
     done: u64,
-    /// Kernels enqueued here, and those that are known to be done. A launch may be several.
-    kernels_enqueued: u64,
-    kernels_done: u64,
+    /// What was enqueued here, in entries of the stream, and what of it is known to be done. A launch may be many.
+    entries_enqueued: u64,
+    entries_done: u64,
     fence: Option<Fence>,
     /// Whether the streams that hold it up were let go already.
     released: bool,
@@ -195,13 +199,13 @@ struct Lane {
 #[derive(Debug, Clone, Copy)]
 struct Fence {
     launch: u64,
-    kernels: u64,
+    entries: u64,
     since: Instant,
 }
 
 impl Lane {
     fn is_idle(&self) -> bool {
-        self.done >= self.launched && self.kernels_done >= self.kernels_enqueued
+        self.done >= self.launched && self.entries_done >= self.entries_enqueued
     }
 }
 
@@ -360,6 +364,7 @@ impl CudaBackend {
     pub(crate) fn regions(&self) -> Regions {
         Regions {
             world_size: self.world_size.get(),
+            island_size: default_island_size(self.world_size),
             push_slot_bytes: self.config.push_slot_bytes,
             inband_part_bytes: self.config.inband_part_bytes,
             staging_part_bytes: self.config.staging_part_bytes,
@@ -434,11 +439,11 @@ impl CudaBackend {
         }
     }
 
-    /// GPU memory of all windows.
+    /// Memory of all windows.
     pub(crate) fn window_bytes(&self) -> u64 {
         self.windows
             .values()
-            .map(|window| window.gpu_bytes() + window.control_len_bytes())
+            .map(|window| window.len_bytes())
             .chain(
                 self.lanes_of
                     .keys()
@@ -456,15 +461,14 @@ impl CudaBackend {
     /// process is a client of MPS.
     pub(crate) fn warnings(&self, sessions: &[u64], has_mps: &HashMap<u64, bool>) -> Vec<String> {
         let mut warnings = Vec::new();
-        let windows: Vec<(&Window, bool)> = sessions
+        let windows: Vec<(&Arc<Window>, bool)> = sessions
             .iter()
             .filter_map(|session| {
                 let window = self.windows.get(session)?;
-                Some((window.as_ref(), has_mps.get(session) == Some(&true)))
+                Some((window, has_mps.get(session) == Some(&true)))
             })
             .collect();
-        let all: Vec<&Window> = windows.iter().map(|(window, _)| *window).collect();
-        for gpu in test::gpus_of(&all) {
+        for gpu in test::gpus_of(windows.iter().map(|(window, _)| *window)) {
             let device = gpu.device();
             let without: Vec<String> = windows
                 .iter()
@@ -491,19 +495,24 @@ impl CudaBackend {
             .iter()
             .filter_map(|session| self.windows.get(session).cloned())
             .collect();
-        let windows: Vec<&Window> = windows.iter().map(Arc::as_ref).collect();
         for gpu in test::gpus_of(&windows) {
-            if self.lanes.iter().any(|lane| Arc::ptr_eq(&lane.gpu, gpu)) {
+            if self
+                .lanes
+                .iter()
+                .any(|lane| Arc::ptr_eq(&lane.site.gpu, gpu))
+            {
                 continue;
             }
             self.lanes.push(Lane {
-                gpu: Arc::clone(gpu),
-                kernels: gpu.kernels(&self.config, Instance::of(self.world_size))?,
+                site: Site {
+                    gpu: Arc::clone(gpu),
+                    kernels: gpu.kernels(&self.config, Instance::of(self.world_size))?,
+                },
                 epoch: number,
                 launched: 0,
                 done: 0,
-                kernels_enqueued: 0,
-                kernels_done: 0,
+                entries_enqueued: 0,
+                entries_done: 0,
                 fence: None,
                 released: false,
             });
@@ -763,19 +772,19 @@ impl CudaBackend {
         for lane in &mut self.lanes {
             if let Some(Fence {
                 launch,
-                kernels,
+                entries,
                 since,
             }) = lane.fence
             {
-                if lane.gpu.fence.is_done().map_err(lost)? {
+                if lane.site.gpu.fence.is_done().map_err(lost)? {
                     lane.done = launch;
-                    lane.kernels_done = kernels;
+                    lane.entries_done = entries;
                     lane.fence = None;
                     lane.released = false;
                 } else if since.elapsed() > self.longest_timeout + GPU_GRACE {
                     let stuck = Stuck {
                         epoch: lane.epoch,
-                        device: lane.gpu.device().to_string(),
+                        device: lane.site.gpu.device().to_string(),
                         limit_ms: (self.longest_timeout + GPU_GRACE).as_millis(),
                     };
                     // Once, whoever holds it up is let go; should that not help, nothing of ours will.
@@ -790,17 +799,23 @@ impl CudaBackend {
                     lane.released = true;
                     lane.fence = Some(Fence {
                         launch,
-                        kernels,
+                        entries,
                         since: Instant::now(),
                     });
                 }
             }
             if lane.fence.is_none() && !lane.is_idle() {
                 // SAFETY: the stream is the GPU's own, of the fence's context.
-                unsafe { lane.gpu.fence.record_on(lane.gpu.stream.raw().cast()) }.map_err(lost)?;
+                unsafe {
+                    lane.site
+                        .gpu
+                        .fence
+                        .record_on(lane.site.gpu.stream.raw().cast())
+                }
+                .map_err(lost)?;
                 lane.fence = Some(Fence {
                     launch: lane.launched,
-                    kernels: lane.kernels_enqueued,
+                    entries: lane.entries_enqueued,
                     since: Instant::now(),
                 });
             }
@@ -887,6 +902,7 @@ impl CudaBackend {
         }
         let parts = launch.ranks.iter().map(|rank| self.part(rank));
         let parts = parts.collect::<Result<Vec<_>, _>>().map_err(not_enqueued)?;
+        let work = Work::new(launch.plan, launch.signature, parts).map_err(not_enqueued)?;
         for rank in &launch.ranks {
             let Some(ticket) = rank.ticket else { continue };
             let key = (rank.session, ticket.stream);
@@ -897,7 +913,7 @@ impl CudaBackend {
         }
         self.accepted += 1;
         self.longest_timeout = self.longest_timeout.max(launch.timeout);
-        self.queue.push_back(Accepted::new(launch, parts, fault));
+        self.queue.push_back(Accepted::new(work, fault));
         Ok(())
     }
 

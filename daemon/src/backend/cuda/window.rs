@@ -2,11 +2,12 @@
 //!
 //! Owns the window (signals, slots, staging: the executor's alone), the arena with the streams' flags behind it
 //! (exported to the rank), the
-//! control block of the kernels, and the control page in host memory with its status word. Made and freed on
-//! the CUDA thread.
+//! control block of the kernels, the control page in host memory with its status word, and, where GPUs go through host
+//! memory, the [`HostWindow`]. Made and freed on the CUDA thread.
 #![allow(unsafe_code)] // room: CUDA bindings
 
 use crate::backend::cuda::gpu::{Gpu, failed};
+use crate::backend::cuda::host_window::HostWindow;
 use crate::communicator::GpuError;
 use allreduce_contract::cuda::{
     Context, CudaError, DeviceMemory, DevicePtr, IPC_HANDLE_LEN, RegisteredPage, check,
@@ -19,8 +20,8 @@ use allreduce_contract::window::{
 use allreduce_contract::{Rank, WorldSize};
 use cudarc::driver::sys;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// What is exported are whole allocations of this granularity: the driver hands out smaller ones as parts of a larger,
 /// and an IPC handle always names the whole.
@@ -50,6 +51,24 @@ pub(crate) struct WindowSpec {
     pub(crate) nonce: u64,
 }
 
+/// What an epoch, or a test, begins with.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Begin {
+    pub(crate) epoch: u64,
+    pub(crate) timeout_ns: u64,
+    /// Of its ranks.
+    pub(crate) island_size: u32,
+}
+
+/// The windows that kernels meet in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Meeting {
+    /// In the GPUs' memory.
+    Gpus,
+    /// In the host's.
+    Host,
+}
+
 /// A session's memory.
 #[derive(Debug)]
 pub(crate) struct Window {
@@ -60,8 +79,10 @@ pub(crate) struct Window {
     pub(crate) arena_handle: [u8; IPC_HANDLE_LEN],
     /// Differs for each arena of this process.
     pub(crate) generation: u64,
-    pub(crate) control_block: DeviceMemory,
+    control_block: DeviceMemory,
     regions: Regions,
+    /// Made by the test before Ready, if any is.
+    host: OnceLock<HostWindow>,
     memory: DeviceMemory,
     arena: DeviceMemory,
     // Before the control page: it is registered memory of that.
@@ -98,6 +119,7 @@ impl Window {
             generation: GENERATIONS.fetch_add(1, Ordering::Relaxed),
             control_block,
             regions: spec.regions,
+            host: OnceLock::new(),
             memory,
             arena,
             page,
@@ -169,9 +191,43 @@ impl Window {
         self.control_memory.as_fd()
     }
 
-    /// GPU memory that it takes.
-    pub(crate) fn gpu_bytes(&self) -> u64 {
-        self.memory.len_bytes() + self.arena.len_bytes() + self.control_block.len_bytes()
+    /// Memory that it takes, the host's and the GPU's.
+    pub(crate) fn len_bytes(&self) -> u64 {
+        let gpu = self.memory.len_bytes() + self.arena.len_bytes() + self.control_block.len_bytes();
+        gpu + self.control_len_bytes() + self.host.get().map_or(0, HostWindow::len_bytes)
+    }
+
+    /// Makes the window in host memory, if there is none.
+    pub(crate) fn make_host_window(
+        &self,
+        world_size: WorldSize,
+        inband_part_bytes: u64,
+    ) -> Result<(), GpuError> {
+        if self.host.get().is_none() {
+            let made = HostWindow::create(&self.gpu, world_size, inband_part_bytes)?;
+            // Made on the CUDA thread only, so no other is there.
+            let _ = self.host.set(made);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn has_host_window(&self) -> bool {
+        self.host.get().is_some()
+    }
+
+    /// The control block of kernels that meet there, if there are such windows.
+    pub(crate) fn control_block(&self, meeting: Meeting) -> Option<DevicePtr> {
+        match meeting {
+            Meeting::Gpus => Some(self.control_block.start()),
+            Meeting::Host => self.host.get().map(HostWindow::control_block),
+        }
+    }
+
+    /// The staging region, of an epoch of the whole world: where it starts, and its length.
+    pub(crate) fn staging(&self) -> (DevicePtr, u64) {
+        let offset = self.regions.staging_offset();
+        let len_bytes = self.regions.len_bytes() - offset;
+        (self.memory.start() + offset, len_bytes)
     }
 
     /// Whether the rank has answered the nonce: proof that it sees the same memory.
@@ -205,20 +261,26 @@ impl Window {
         )
     }
 
-    /// Enqueues what an epoch (or a test) of `regions.world_size` ranks starts from: no flags, empty slots,
+    /// Enqueues what an epoch (or a test) of these ranks starts from: no flags, empty slots,
     /// the control block. `windows` are all ranks', in rank order, this one at `place`.
     ///
     /// # Safety
     /// No kernel uses the window until the stream has done it.
     pub(crate) unsafe fn begin_epoch(
         &self,
-        windows: &[&Window],
+        windows: &[Arc<Window>],
         place: u32,
-        epoch: u64,
-        timeout_ns: u64,
+        begin: Begin,
     ) -> Result<(), CudaError> {
+        let Begin {
+            epoch,
+            timeout_ns,
+            island_size,
+        } = begin;
+        let ranks = u32::try_from(windows.len()).unwrap_or(u32::MAX);
         let regions = Regions {
-            world_size: u32::try_from(windows.len()).unwrap_or(u32::MAX),
+            world_size: ranks,
+            island_size,
             ..self.regions
         };
         let starts = windows.iter().map(|of| of.memory.start());
@@ -235,13 +297,25 @@ impl Window {
             stream.fill(start, 0, SIGNAL_BYTES)?;
             stream.fill(start + regions.push_offset(), 0xff, slots)?;
             stream.fill(self.control_block.start(), 0, CONTROL_BLOCK_BYTES)?;
-            stream.upload(self.control_block.start(), block.bytes())
+            stream.upload(self.control_block.start(), block.bytes())?;
         }
+        let starts = windows.iter().map(|of| Some(of.host.get()?.start()));
+        let (Some(host), Some(starts)) = (self.host.get(), starts.collect::<Option<Vec<_>>>())
+        else {
+            return Ok(());
+        };
+        let regions = host.regions(ranks);
+        let block = self.control_block_of(&regions, place, epoch, timeout_ns, starts);
+        // SAFETY: the caller's.
+        unsafe { host.begin_epoch(&block) }
     }
 
     /// Tells kernels that wait, or have yet to start, that the epoch is over. Does not wait for them.
     pub(crate) fn abort(&self, abort: Abort) -> Result<(), CudaError> {
         self.control.set_status(abort);
+        if let Some(host) = self.host.get() {
+            host.abort(abort);
+        }
         // SAFETY: the window's first word is its abort word (abi.h, Signal), which anybody may set at any time.
         unsafe {
             self.gpu

@@ -6,7 +6,7 @@
 use crate::backend::Fault;
 use crate::config::{Config, ConfigError, ENV_CONFIG, ENV_SOCKET, Flags};
 use crate::supervisor::Private;
-use crate::{bench, demo, executor, log, status, supervisor};
+use crate::{bench, demo, executor, explain, log, status, supervisor, tune};
 use allreduce_contract::default_socket;
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
@@ -33,6 +33,10 @@ enum Command {
     Demo(demo::Arguments),
     /// Measure lanes, sizes and peers.
     Bench(bench::Arguments),
+    /// Ask which algorithm would run, how long it would take and why, on this machine or a described one.
+    Explain(explain::Arguments),
+    /// Measure which algorithm is the fastest here, for `serve` to use.
+    Tune(tune::Arguments),
     /// Show what a running daemon does.
     Status(StatusArguments),
     /// Check a configuration file; exit code 78 if it is wrong.
@@ -50,6 +54,9 @@ enum Command {
     /// One rank of `demo`; started by it.
     #[command(hide = true)]
     DemoWorker,
+    /// One rank of `tune`; started by it.
+    #[command(hide = true)]
+    TuneWorker,
     /// One process of `bench`; started by it.
     #[command(hide = true)]
     BenchPeer,
@@ -152,6 +159,9 @@ fn run(arguments: Arguments) -> ExitCode {
                 Err(error) => fail(&error, EXIT_UNAVAILABLE),
             }
         }
+        Command::Explain(arguments) => explain::run(&arguments),
+        Command::Tune(arguments) => tune::run(&arguments),
+        Command::TuneWorker => tune::run_worker(),
         Command::Demo(arguments) => demo::run(&arguments),
         Command::DemoWorker => demo::run_worker(),
         Command::Bench(arguments) => bench::run(&arguments),

@@ -8,9 +8,7 @@
 use allreduce_client::blocking::Communicator;
 use allreduce_client::cuda::{DeviceBuffer, StreamHandle};
 use allreduce_client::{AllReduceError, AllReduceOptions, BufferError, Element, Op, Reduction};
-use allreduce_contract::cuda::{
-    Context, CudaError, Device, Driver, Graph, Stream, Unavailable,
-};
+use allreduce_contract::cuda::{Context, CudaError, Device, Driver, Graph, Stream, Unavailable};
 use allreduce_contract::kernel::{dtype_name, op_code};
 use allreduce_contract::{Backend, Dtype};
 use std::marker::PhantomData;

@@ -46,7 +46,14 @@ impl Torch {
         let mut line = String::new();
         says.read_line(&mut line).unwrap();
         if line.trim() != "ready" {
-            println!("{}", if line.is_empty() { "skipped: no torch\n" } else { &line });
+            println!(
+                "{}",
+                if line.is_empty() {
+                    "skipped: no torch\n"
+                } else {
+                    &line
+                }
+            );
             let _ = child.wait();
             return None;
         }
@@ -119,8 +126,18 @@ fn tax_of_the_resident_kernel() {
         drop(ranks);
         drop(daemon);
         let after = torch.measure();
-        row(&format!("armed, 2 x {blocks} blocks"), &without, &armed, &after);
-        row(&format!("parked, 2 x {blocks} blocks"), &without, &parked, &after);
+        row(
+            &format!("armed, 2 x {blocks} blocks"),
+            &without,
+            &armed,
+            &after,
+        );
+        row(
+            &format!("parked, 2 x {blocks} blocks"),
+            &without,
+            &parked,
+            &after,
+        );
         without = after;
     }
 }

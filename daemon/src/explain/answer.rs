@@ -90,7 +90,11 @@ fn shape_words(plan: &Plan, question: Question) -> String {
     match plan.shape {
         Shape::Host { threads: 1 } => "1 thread".to_owned(),
         Shape::Host { threads } => format!("{threads} threads"),
-        Shape::Cuda { blocks, data_threads, .. } => {
+        Shape::Cuda {
+            blocks,
+            data_threads,
+            ..
+        } => {
             let launches = match plan.launches(question.num_elems) {
                 1 => "1 launch".to_owned(),
                 several => format!("{several} launches"),
@@ -108,7 +112,10 @@ impl Answer {
             Ok(choice) => plan(asked.request(choice.lane, question, None)),
             Err(refusal) => Err(refusal.clone()),
         };
-        let chosen = outcome.as_ref().ok().and_then(|plan| predicted(asked, plan, question));
+        let chosen = outcome
+            .as_ref()
+            .ok()
+            .and_then(|plan| predicted(asked, plan, question));
         let mut candidates: Vec<Candidate> = Algorithm::ALL
             .into_iter()
             .filter(|algorithm| algorithm.backend() == asked.backend)
@@ -134,7 +141,10 @@ impl Answer {
                 Err(refusal) => refusal.to_string(),
             },
             algorithm: outcome.as_ref().ok().map(|plan| plan.algorithm.to_string()),
-            shape: outcome.as_ref().ok().map(|plan| shape_words(plan, question)),
+            shape: outcome
+                .as_ref()
+                .ok()
+                .map(|plan| shape_words(plan, question)),
             predicted_us: chosen.map(Split::total_us),
             floor_us: (floor_us.is_finite() && floor_us > 0.0).then_some(floor_us),
             split: chosen,
@@ -149,8 +159,16 @@ impl Answer {
     pub(crate) fn text(&self) -> String {
         let mut out = String::new();
         // Writing to a String does not fail.
-        let _ = writeln!(out, "topology   {} ({}): {} GPUs, {}", self.topology, self.origin, self.gpus, self.fabric);
-        let _ = writeln!(out, "asked      {} ranks, {} bytes {} {}", self.world_size, self.bytes, self.dtype, self.op);
+        let _ = writeln!(
+            out,
+            "topology   {} ({}): {} GPUs, {}",
+            self.topology, self.origin, self.gpus, self.fabric
+        );
+        let _ = writeln!(
+            out,
+            "asked      {} ranks, {} bytes {} {}",
+            self.world_size, self.bytes, self.dtype, self.op
+        );
         let lane = self.lane.as_deref().unwrap_or("none");
         let _ = writeln!(out, "lane       {lane} ({})", self.lane_reason);
         match (&self.algorithm, &self.shape) {
@@ -176,7 +194,11 @@ impl Answer {
         if let Some(floor) = self.floor_us {
             let _ = writeln!(out, "floor      {}", time(floor));
         }
-        let _ = writeln!(out, "\n{:<22} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}", "candidate", "predicted", "launch", "hops", "wire", "reduce", "measured");
+        let _ = writeln!(
+            out,
+            "\n{:<22} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}",
+            "candidate", "predicted", "launch", "hops", "wire", "reduce", "measured"
+        );
         for candidate in &self.candidates {
             let column = |us: Option<f64>| us.map_or_else(|| "-".to_owned(), time);
             if let Some(why) = &candidate.refused {
@@ -213,9 +235,15 @@ fn candidate(
         (None, Err(refusal)) => Err(refusal.clone()),
         (None, Ok(choice)) => plan(asked.request(choice.lane, question, Some(algorithm))),
     };
-    let of = outcome.as_ref().ok().and_then(|plan| predicted(asked, plan, question));
+    let of = outcome
+        .as_ref()
+        .ok()
+        .and_then(|plan| predicted(asked, plan, question));
     let gpus = asked.limits.map_or(0, |limits| limits.gpus);
-    let tuned = machine.tuned.as_ref().and_then(|table| table.set(asked.world_size, gpus, lane?, question.dtype));
+    let tuned = machine
+        .tuned
+        .as_ref()
+        .and_then(|table| table.set(asked.world_size, gpus, lane?, question.dtype));
     Candidate {
         algorithm: algorithm.to_string(),
         predicted_us: of.map(Split::total_us),
@@ -254,48 +282,60 @@ pub(crate) fn simulate(machine: &Machine, asked: &Asked, workload: &Workload) ->
         Ok(choice) => Ok(choice.lane),
         Err(refusal) => Err(refusal.clone()),
     };
-    let algorithms = Algorithm::ALL.into_iter().filter(|algorithm| algorithm.backend() == asked.backend);
-    let steps = std::iter::once(None).chain(algorithms.map(Some)).map(|algorithm| {
-        let (mut simulated, mut closed) = (0.0, 0.0);
-        let mut refused = None;
-        for spec in &workload.reductions {
-            let question = Question {
-                num_elems: spec.num_elems as u64,
-                dtype: spec.dtype,
-                op: spec.op,
-            };
-            let plan = lane.clone().and_then(|lane| plan(asked.request(lane, question, algorithm)));
-            match plan {
-                Ok(plan) => {
-                    let launches = plan.launches(question.num_elems) as f64;
-                    let cost = asked.costs.cost(plan.algorithm, spec.dtype);
-                    closed += cost.us_in_launches(spec.len_bytes() as u64, plan.launches(question.num_elems));
-                    let island = asked.limits.map_or(1, |limits| limits.island_size);
-                    let one = simulate::reduce(
-                        &machine.topology,
-                        &asked.placement,
-                        plan.algorithm,
-                        spec.dtype.size_bytes(),
-                        usize::try_from(island).unwrap_or(1),
-                        (spec.len_bytes() as f64 / launches) as usize,
-                        Fixed::of(&machine.topology),
-                    );
-                    match one {
-                        Ok(one) => simulated += one.us * launches,
-                        Err(why) => refused = refused.or(Some(why.to_string())),
+    let algorithms = Algorithm::ALL
+        .into_iter()
+        .filter(|algorithm| algorithm.backend() == asked.backend);
+    let steps = std::iter::once(None)
+        .chain(algorithms.map(Some))
+        .map(|algorithm| {
+            let (mut simulated, mut closed) = (0.0, 0.0);
+            let mut refused = None;
+            for spec in &workload.reductions {
+                let question = Question {
+                    num_elems: spec.num_elems as u64,
+                    dtype: spec.dtype,
+                    op: spec.op,
+                };
+                let plan = lane
+                    .clone()
+                    .and_then(|lane| plan(asked.request(lane, question, algorithm)));
+                match plan {
+                    Ok(plan) => {
+                        let launches = plan.launches(question.num_elems) as f64;
+                        let cost = asked.costs.cost(plan.algorithm, spec.dtype);
+                        closed += cost.us_in_launches(
+                            spec.len_bytes() as u64,
+                            plan.launches(question.num_elems),
+                        );
+                        let island = asked.limits.map_or(1, |limits| limits.island_size);
+                        let one = simulate::reduce(
+                            &machine.topology,
+                            &asked.placement,
+                            plan.algorithm,
+                            spec.dtype.size_bytes(),
+                            usize::try_from(island).unwrap_or(1),
+                            (spec.len_bytes() as f64 / launches) as usize,
+                            Fixed::of(&machine.topology),
+                        );
+                        match one {
+                            Ok(one) => simulated += one.us * launches,
+                            Err(why) => refused = refused.or(Some(why.to_string())),
+                        }
                     }
+                    Err(refusal) => refused = refused.or(Some(refusal.to_string())),
                 }
-                Err(refusal) => refused = refused.or(Some(refusal.to_string())),
             }
-        }
-        let good = refused.is_none();
-        Step {
-            algorithm: algorithm.map_or_else(|| "auto (the plan)".to_owned(), |algorithm| algorithm.to_string()),
-            simulated_us: good.then_some(simulated),
-            predicted_us: good.then_some(closed),
-            refused,
-        }
-    });
+            let good = refused.is_none();
+            Step {
+                algorithm: algorithm.map_or_else(
+                    || "auto (the plan)".to_owned(),
+                    |algorithm| algorithm.to_string(),
+                ),
+                simulated_us: good.then_some(simulated),
+                predicted_us: good.then_some(closed),
+                refused,
+            }
+        });
     Steps {
         schema_version: SCHEMA_VERSION,
         topology: machine.topology.name().to_owned(),
@@ -315,7 +355,11 @@ impl Steps {
             "{}, {} ranks, {}: {} ({} reductions a step). Times of a step; simulated, and predicted by the closed form.",
             self.topology, self.world_size, self.fabric, self.workload, self.reductions
         );
-        let _ = writeln!(out, "\n{:<22} {:>12} {:>12}", "algorithm", "simulated", "predicted");
+        let _ = writeln!(
+            out,
+            "\n{:<22} {:>12} {:>12}",
+            "algorithm", "simulated", "predicted"
+        );
         for step in &self.steps {
             match (step.simulated_us, step.predicted_us, &step.refused) {
                 (_, _, Some(why)) => {
@@ -323,7 +367,13 @@ impl Steps {
                 }
                 (simulated, predicted, None) => {
                     let column = |us: Option<f64>| us.map_or_else(|| "-".to_owned(), time);
-                    let _ = writeln!(out, "{:<22} {:>12} {:>12}", step.algorithm, column(simulated), column(predicted));
+                    let _ = writeln!(
+                        out,
+                        "{:<22} {:>12} {:>12}",
+                        step.algorithm,
+                        column(simulated),
+                        column(predicted)
+                    );
                 }
             }
         }

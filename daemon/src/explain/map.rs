@@ -47,44 +47,53 @@ pub(crate) fn sweep(machine: &Machine, lane: Option<Lane>, dtype: Dtype, op: Op)
         0 | 1 => MAX_WORLD_SIZE,
         several => several.min(MAX_WORLD_SIZE),
     };
-    let rows = (2..=most).filter_map(|ranks| WorldSize::new(ranks).ok()).map(|world_size| {
-        let asked = machine.communicator(world_size, lane);
-        let cell = |bits: u32| {
-            let bytes = 1_u64 << bits;
-            let question = Question {
-                num_elems: bytes / dtype.size_bytes() as u64,
-                dtype,
-                op,
-            };
-            let outcome = match &asked.lane {
-                Ok(choice) => plan(asked.request(choice.lane, question, None)),
-                Err(refusal) => Err(refusal.clone()),
-            };
-            match outcome {
-                Ok(plan) => {
-                    let us = asked.costs.cost(plan.algorithm, dtype).us_in_launches(bytes, plan.launches(question.num_elems));
-                    Cell {
-                        bytes,
-                        algorithm: Some(plan.algorithm.to_string()),
-                        predicted_us: (us > 0.0).then_some(us),
-                        refused: None,
+    let rows = (2..=most)
+        .filter_map(|ranks| WorldSize::new(ranks).ok())
+        .map(|world_size| {
+            let asked = machine.communicator(world_size, lane);
+            let cell = |bits: u32| {
+                let bytes = 1_u64 << bits;
+                let question = Question {
+                    num_elems: bytes / dtype.size_bytes() as u64,
+                    dtype,
+                    op,
+                };
+                let outcome = match &asked.lane {
+                    Ok(choice) => plan(asked.request(choice.lane, question, None)),
+                    Err(refusal) => Err(refusal.clone()),
+                };
+                match outcome {
+                    Ok(plan) => {
+                        let us = asked
+                            .costs
+                            .cost(plan.algorithm, dtype)
+                            .us_in_launches(bytes, plan.launches(question.num_elems));
+                        Cell {
+                            bytes,
+                            algorithm: Some(plan.algorithm.to_string()),
+                            predicted_us: (us > 0.0).then_some(us),
+                            refused: None,
+                        }
                     }
+                    Err(refusal) => Cell {
+                        bytes,
+                        algorithm: None,
+                        predicted_us: None,
+                        refused: Some(refusal.to_string()),
+                    },
                 }
-                Err(refusal) => Cell {
-                    bytes,
-                    algorithm: None,
-                    predicted_us: None,
-                    refused: Some(refusal.to_string()),
-                },
+            };
+            Row {
+                world_size: ranks_of(world_size),
+                fabric: asked.costs.fabric.to_string(),
+                lane: asked
+                    .lane
+                    .as_ref()
+                    .ok()
+                    .map(|choice| choice.lane.to_string()),
+                cells: BITS.map(cell).collect(),
             }
-        };
-        Row {
-            world_size: ranks_of(world_size),
-            fabric: asked.costs.fabric.to_string(),
-            lane: asked.lane.as_ref().ok().map(|choice| choice.lane.to_string()),
-            cells: BITS.map(cell).collect(),
-        }
-    });
+        });
     Map {
         schema_version: 1,
         topology: machine.topology.name().to_owned(),
@@ -103,15 +112,25 @@ impl Map {
     pub(crate) fn table(&self) -> String {
         let mut out = String::new();
         // Writing to a String does not fail.
-        let _ = writeln!(out, "{}: {} {}; from which size on which algorithm (predicted us there)", self.topology, self.dtype, self.op);
+        let _ = writeln!(
+            out,
+            "{}: {} {}; from which size on which algorithm (predicted us there)",
+            self.topology, self.dtype, self.op
+        );
         for row in &self.rows {
             let lane = row.lane.as_deref().unwrap_or("no lane");
-            let _ = write!(out, "N={:<3} {:<16} {:<10}", row.world_size, row.fabric, lane);
+            let _ = write!(
+                out,
+                "N={:<3} {:<16} {:<10}",
+                row.world_size, row.fabric, lane
+            );
             let mut before: Option<&str> = None;
             for cell in &row.cells {
                 let name = cell.algorithm.as_deref().unwrap_or("refused");
                 if before != Some(name) {
-                    let us = cell.predicted_us.map_or_else(String::new, |us| format!(" ({us:.1})"));
+                    let us = cell
+                        .predicted_us
+                        .map_or_else(String::new, |us| format!(" ({us:.1})"));
                     let _ = write!(out, "  {} {name}{us}", size(cell.bytes));
                     before = Some(name);
                 }
@@ -125,12 +144,18 @@ impl Map {
     pub(crate) fn svg(&self) -> String {
         let sizes: Vec<u64> = BITS.map(|bits| 1 << bits).collect();
         let worlds: Vec<u32> = self.rows.iter().map(|row| row.world_size).collect();
-        let title = format!("{}, {} {}: algorithm by size and world size, predicted us", self.topology, self.dtype, self.op);
+        let title = format!(
+            "{}, {} {}: algorithm by size and world size, predicted us",
+            self.topology, self.dtype, self.op
+        );
         map_svg(&title, &worlds, &sizes, &|world_size, bytes| {
             let row = self.rows.iter().find(|row| row.world_size == world_size)?;
             let cell = row.cells.iter().find(|cell| cell.bytes == bytes)?;
             Some(MapCell {
-                algorithm: cell.algorithm.clone().unwrap_or_else(|| "refused".to_owned()),
+                algorithm: cell
+                    .algorithm
+                    .clone()
+                    .unwrap_or_else(|| "refused".to_owned()),
                 us: cell.predicted_us,
             })
         })

@@ -8,12 +8,16 @@ mod answer;
 mod map;
 
 use crate::cli::{Choice, parse_auto};
-use crate::config::Config;
+use crate::config::{Config, Host};
 use crate::plan::tuned::{TunedError, TunedTable};
-use crate::plan::{self, GpuLimits, LaneChoice, PlanRequest, Refusal, choose_lane, lane_geometry, model::Costs};
+use crate::plan::{
+    self, GpuLimits, LaneChoice, PlanRequest, Refusal, choose_lane, lane_geometry, model::Costs,
+};
 use crate::topology::{self, LoadError, Topology};
 use crate::workload::{self, ReductionSpec, Workload, WorkloadError};
-use allreduce_contract::{Algorithm, Backend, BadWorldSize, Dtype, Lane, MAX_WORLD_SIZE, Op, WorldSize};
+use allreduce_contract::{
+    Algorithm, Backend, BadWorldSize, Dtype, Lane, MAX_WORLD_SIZE, Op, WorldSize,
+};
 use answer::Answer;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -94,18 +98,23 @@ pub(crate) struct Asked {
     pub(crate) limits: Option<GpuLimits>,
     pub(crate) costs: Costs,
     pub(crate) lane: Result<LaneChoice, Refusal>,
+    processors: usize,
 }
 
 impl Machine {
     /// The communicator of so many ranks, dealt out to the GPUs in order, with the lane that they ask for.
     pub(crate) fn communicator(&self, world_size: WorldSize, lane: Option<Lane>) -> Asked {
         let gpus = self.topology.gpus().len();
-        let placement: Vec<usize> = (0..world_size.as_usize()).map(|rank| rank * gpus.min(world_size.as_usize()) / world_size.as_usize()).collect();
+        let placement: Vec<usize> = (0..world_size.as_usize())
+            .map(|rank| rank * gpus.min(world_size.as_usize()) / world_size.as_usize())
+            .collect();
         let backend = match gpus {
             0 => Backend::Host,
             _ => Backend::Cuda,
         };
-        let limits = (gpus > 0).then(|| plan::described_limits(&self.config.cuda, &self.topology, &placement));
+        let limits = (gpus > 0).then(|| {
+            plan::described_limits(&self.config.cuda, &self.topology, world_size, &placement)
+        });
         let island_size = limits.map_or(1, |limits| limits.island_size);
         let used = limits.map_or(0, |limits| limits.gpus);
         let mut costs = Costs::of(&self.topology, &placement, island_size);
@@ -121,6 +130,7 @@ impl Machine {
             lane: choose_lane(backend, &wanted, limits.as_ref()),
             limits,
             costs,
+            processors: std::thread::available_parallelism().map_or(1, usize::from),
         }
     }
 
@@ -140,8 +150,12 @@ pub(crate) struct Question {
 
 impl Asked {
     /// What the plan is asked.
-    pub(crate) fn request(&self, lane: Lane, question: Question, algorithm: Option<Algorithm>) -> PlanRequest<'_> {
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    pub(crate) fn request(
+        &self,
+        lane: Lane,
+        question: Question,
+        algorithm: Option<Algorithm>,
+    ) -> PlanRequest<'_> {
         PlanRequest {
             backend: self.backend,
             lane,
@@ -152,8 +166,8 @@ impl Asked {
             algorithm,
             // What holds for any tensors.
             in_place: true,
-            max_threads: processors,
-            geometry: lane_geometry(lane, self.world_size, processors, &crate::config::Host::default()),
+            max_threads: self.processors,
+            geometry: lane_geometry(lane, self.world_size, self.processors, &Host::default()),
             gpus: self.limits,
             costs: Some(&self.costs),
         }
@@ -180,7 +194,11 @@ fn explain(arguments: &Arguments) -> Result<String, ExplainError> {
         Some(name) => topology::find(name)?,
         None => topology::load(&config.topology)?,
     };
-    let tuned = arguments.tuned.as_deref().map(TunedTable::read).transpose()?;
+    let tuned = arguments
+        .tuned
+        .as_deref()
+        .map(TunedTable::read)
+        .transpose()?;
     let machine = Machine {
         topology,
         origin,
@@ -191,7 +209,10 @@ fn explain(arguments: &Arguments) -> Result<String, ExplainError> {
         let map = map::sweep(&machine, arguments.lane.0, arguments.dtype, arguments.op);
         if let Some(path) = &arguments.plot {
             let write = std::fs::write(path, map.svg());
-            write.map_err(|error| ExplainError::Write { path: path.display().to_string(), error })?;
+            write.map_err(|error| ExplainError::Write {
+                path: path.display().to_string(),
+                error,
+            })?;
         }
         return Ok(match arguments.json {
             true => json(&map)?,

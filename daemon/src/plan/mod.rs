@@ -10,15 +10,16 @@ pub(crate) mod model;
 pub(crate) mod schedule;
 pub(crate) mod tuned;
 
-use crate::config::Host;
+use crate::config::{CudaConfig, Host, HostStaged};
 use crate::plan::model::Costs;
 use crate::plan::tuned::Thresholds;
-use crate::topology::Fabric;
+use crate::topology::{Fabric, Topology};
 use allreduce_contract::kernel::{
     self, Instance, MAX_BLOCKS, MAX_PACKS, MAX_RING_BLOCKS, PACK_BYTES,
 };
 use allreduce_contract::lane::{Geometry, NotDelegated, NotResident, resident_algorithm};
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, WorldSize};
+use std::collections::HashSet;
 use std::time::Duration;
 
 /// What is to be reduced, and with what.
@@ -85,6 +86,49 @@ pub(crate) fn default_island_size(world_size: WorldSize) -> u32 {
     smaller
         .find(|size| world_size.get().is_multiple_of(*size))
         .unwrap_or(1)
+}
+
+/// Blocks of the largest size that a GPU which is only described holds at once: two on each of 100 multiprocessors,
+/// which all GPUs of the presets have or nearly have.
+const DESCRIBED_BLOCKS: u32 = 200;
+
+/// What the GPUs of a described machine can take, as the test before Ready would find it; with MPS where ranks share one.
+pub(crate) fn described_limits(
+    config: &CudaConfig,
+    topology: &Topology,
+    world_size: WorldSize,
+    placement: &[usize],
+) -> GpuLimits {
+    let here = |gpu: &usize| placement.iter().filter(|other| *other == gpu).count();
+    let ranks_per_gpu = placement.iter().map(here).max().unwrap_or(1);
+    let ranks_per_gpu = u32::try_from(ranks_per_gpu).unwrap_or(u32::MAX);
+    let gpus: HashSet<&usize> = placement.iter().collect();
+    let peer_access = topology.fabric(placement) != Fabric::NoPeerAccess;
+    let host_windows = match config.host_staged {
+        HostStaged::Auto => !peer_access,
+        HostStaged::Always => true,
+        HostStaged::Never => false,
+    };
+    GpuLimits {
+        gpus: u32::try_from(gpus.len()).unwrap_or(u32::MAX),
+        ranks_per_gpu,
+        resident_blocks: DESCRIBED_BLOCKS,
+        push_slot_bytes: config.push_slot_bytes,
+        inband_part_bytes: config.inband_part_bytes,
+        staging_part_bytes: config.staging_part_bytes,
+        resident: resident_blocks(
+            Instance::of(world_size),
+            config.resident_blocks,
+            ranks_per_gpu,
+            DESCRIBED_BLOCKS,
+        ),
+        shared_by_mps: true,
+        island_size: topology
+            .island_size(placement)
+            .unwrap_or_else(|| default_island_size(world_size)),
+        peer_access,
+        host_staged_bytes: host_windows.then_some(config.host_staged_bytes),
+    }
 }
 
 /// What a kernel that stays has for each rank.
@@ -616,7 +660,11 @@ const COPIES_THREADS: u32 = 256;
 const COPIES_MAX_BLOCKS: u64 = 512;
 
 /// Each rank's slice of a piece, from every rank, is in its staging at once.
-fn plan_copies(request: &PlanRequest<'_>, limits: &GpuLimits, (len_bytes, basis): (u64, Basis)) -> Plan {
+fn plan_copies(
+    request: &PlanRequest<'_>,
+    limits: &GpuLimits,
+    (len_bytes, basis): (u64, Basis),
+) -> Plan {
     let ranks = u64::from(request.world_size.get());
     let room = limits.staging_part_bytes.saturating_mul(STAGING_PARTS) / PACK_BYTES;
     let slice_packs = (room / ranks).max(1);
@@ -882,7 +930,7 @@ pub(crate) fn choose_backend(
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::topology::{self, Topology};
+    use crate::topology;
     use proptest::option;
     use proptest::prelude::*;
     use proptest::sample::select;

@@ -12,6 +12,8 @@ use std::collections::BTreeMap;
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Key {
     Link(usize),
+    /// By kind of access.
+    Nvlink(usize, bool),
     /// A GPU's port, by what the GPU does.
     Port(usize, bool),
     /// The same towards the host.
@@ -147,18 +149,32 @@ impl<'a> Routes<'a> {
                     .iter()
                     .map(|access| topology.port_gbps(gpu, *access, 1))
                     .fold(of.gbps, f64::max),
-                LinkKind::Shared => of.gbps,
+                LinkKind::Nvlink | LinkKind::Shared => of.gbps,
             };
             (of.name.clone(), vec![gbps])
         };
         Some((self.number(Key::Link(link), bound), 0))
     }
 
+    /// A link whose rate depends on what is done through it.
+    fn nvlink(&mut self, link: usize, access: Access) -> Option<(usize, usize)> {
+        let name = self.topology.links().get(link)?.name.clone();
+        let bound = |topology: &Topology| (name, vec![topology.capacity_gbps(link, access, 1)]);
+        let key = Key::Nvlink(link, access == Access::Write);
+        Some((self.number(key, bound), 0))
+    }
+
     fn between(&mut self, from: usize, to: usize, access: Access) -> Uses {
         let topology = self.topology;
         let links = topology.path(from, to);
-        let mut uses: Uses = links.iter().filter_map(|link| self.link(*link)).collect();
         let is_write = access == Access::Write;
+        let mut uses: Uses = match topology.is_nvlink(from, to) {
+            true => links
+                .iter()
+                .filter_map(|link| self.nvlink(*link, access))
+                .collect(),
+            false => links.iter().filter_map(|link| self.link(*link)).collect(),
+        };
         let pair = topology.pair_gbps(from, to, access);
         if pair.is_finite() {
             let name = format!("{} to {}", self.name(from), self.name(to));

@@ -74,11 +74,10 @@ enum TuneError {
     #[error(transparent)]
     Topology(#[from] LoadError),
     #[error("{path}: {error}")]
-    Write {
-        path: String,
-        error: std::io::Error,
-    },
-    #[error("{algorithm}, {bytes} bytes {dtype}, {world_size} ranks, lane {lane}: {wrong} elements of the result are wrong; nothing was kept. Do not use this machine for it, and report it")]
+    Write { path: String, error: std::io::Error },
+    #[error(
+        "{algorithm}, {bytes} bytes {dtype}, {world_size} ranks, lane {lane}: {wrong} elements of the result are wrong; nothing was kept. Do not use this machine for it, and report it"
+    )]
     Wrong {
         algorithm: Algorithm,
         bytes: u64,
@@ -116,8 +115,14 @@ pub(crate) fn run_worker() -> ExitCode {
 fn try_run(arguments: &Arguments) -> Result<(), TuneError> {
     // Before minutes are spent on what cannot be kept.
     if let Some(path) = &arguments.output {
-        let tried = std::fs::OpenOptions::new().create(true).append(true).open(path);
-        tried.map_err(|error| TuneError::Write { path: path.display().to_string(), error })?;
+        let tried = std::fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path);
+        tried.map_err(|error| TuneError::Write {
+            path: path.display().to_string(),
+            error,
+        })?;
     }
     let backend = match arguments.backend.0 {
         Some(backend) => backend,
@@ -151,18 +156,32 @@ fn try_run(arguments: &Arguments) -> Result<(), TuneError> {
     let table = TunedTable {
         schema_version: SCHEMA_VERSION,
         fingerprint: machine.topology.fingerprint(),
-        measured: format!("allreduced {} tune, on {} ({})", env!("CARGO_PKG_VERSION"), machine.topology.name(), machine.origin),
+        measured: format!(
+            "allreduced {} tune, on {} ({})",
+            env!("CARGO_PKG_VERSION"),
+            machine.topology.name(),
+            machine.origin
+        ),
         sets,
     };
     let bad = |error: &dyn std::fmt::Display| TuneError::Table(error.to_string());
     if arguments.json {
-        println!("{}", serde_json::to_string(&table).map_err(|error| bad(&error))?);
+        println!(
+            "{}",
+            serde_json::to_string(&table).map_err(|error| bad(&error))?
+        );
     }
     if let Some(path) = &arguments.output {
         let text = toml::to_string(&table).map_err(|error| bad(&error))?;
-        std::fs::write(path, text).map_err(|error| TuneError::Write { path: path.display().to_string(), error })?;
+        std::fs::write(path, text).map_err(|error| TuneError::Write {
+            path: path.display().to_string(),
+            error,
+        })?;
         if !arguments.json {
-            println!("written: {}; set topology.tuned to it, and `serve` uses it on this topology", path.display());
+            println!(
+                "written: {}; set topology.tuned to it, and `serve` uses it on this topology",
+                path.display()
+            );
         }
     } else if !arguments.json {
         println!("nothing is kept: name a file with --output");
@@ -176,11 +195,17 @@ fn measure(
     machine: &Machine,
     (world_size, backend, lane, dtype): (WorldSize, Backend, Lane, Dtype),
 ) -> Result<TunedSet, TuneError> {
-    let algorithms: Vec<Algorithm> = Algorithm::ALL.into_iter().filter(|algorithm| algorithm.backend() == backend).collect();
+    let algorithms: Vec<Algorithm> = Algorithm::ALL
+        .into_iter()
+        .filter(|algorithm| algorithm.backend() == backend)
+        .collect();
     let mut bytes = arguments.bytes.clone();
     bytes.sort_unstable();
     bytes.dedup();
-    let specs: Vec<ReductionSpec> = bytes.iter().map(|bytes| ReductionSpec::new(dtype, Op::Sum, *bytes)).collect::<Result<_, _>>()?;
+    let specs: Vec<ReductionSpec> = bytes
+        .iter()
+        .map(|bytes| ReductionSpec::new(dtype, Op::Sum, *bytes))
+        .collect::<Result<_, _>>()?;
     let daemon = PrivateDaemon::start_own(&[])?;
     let workers: Vec<TuneSpec> = world_size
         .ranks()
@@ -222,7 +247,10 @@ fn measure(
     for (number, (bytes, spec)) in bytes.iter().zip(&specs).enumerate() {
         let mut timed: Vec<(Algorithm, f64, f64)> = Vec::new();
         for (place, algorithm) in algorithms.iter().enumerate() {
-            let of_ranks: Vec<&Trial> = heard.iter().filter_map(|rank| rank.get(number)?.get(place)).collect();
+            let of_ranks: Vec<&Trial> = heard
+                .iter()
+                .filter_map(|rank| rank.get(number)?.get(place))
+                .collect();
             if let Some(wrong) = of_ranks.iter().find_map(|trial| match trial {
                 Trial::Wrong(wrong) => Some(*wrong),
                 Trial::Timed(_) | Trial::Refused(_) => None,
@@ -251,7 +279,9 @@ fn measure(
             dtype,
             op: Op::Sum,
         };
-        let planned = plan(asked.request(lane, question, None)).ok().map(|plan| plan.algorithm);
+        let planned = plan(asked.request(lane, question, None))
+            .ok()
+            .map(|plan| plan.algorithm);
         if let Some(algorithm) = faster(&timed, planned) {
             choices.push(TunedChoice {
                 up_to_bytes: *bytes,
@@ -288,8 +318,12 @@ fn merge(trials: &[&Trial]) -> Option<(f64, f64)> {
 
 /// The one to keep: what the plan takes, unless another is faster by more than the spreads of both.
 fn faster(timed: &[(Algorithm, f64, f64)], planned: Option<Algorithm>) -> Option<Algorithm> {
-    let best = timed.iter().min_by(|one, other| one.1.total_cmp(&other.1))?;
-    let incumbent = timed.iter().find(|(algorithm, ..)| Some(*algorithm) == planned);
+    let best = timed
+        .iter()
+        .min_by(|one, other| one.1.total_cmp(&other.1))?;
+    let incumbent = timed
+        .iter()
+        .find(|(algorithm, ..)| Some(*algorithm) == planned);
     Some(match incumbent {
         Some((algorithm, us, spread)) if best.1 + best.2.max(*spread) >= *us => *algorithm,
         Some(_) | None => best.0,
@@ -301,7 +335,9 @@ fn joined(choices: Vec<TunedChoice>) -> Vec<TunedChoice> {
     let mut joined: Vec<TunedChoice> = Vec::new();
     for choice in choices {
         match joined.last_mut() {
-            Some(last) if last.algorithm == choice.algorithm => last.up_to_bytes = choice.up_to_bytes,
+            Some(last) if last.algorithm == choice.algorithm => {
+                last.up_to_bytes = choice.up_to_bytes
+            }
             Some(_) | None => joined.push(choice),
         }
     }
@@ -309,16 +345,33 @@ fn joined(choices: Vec<TunedChoice>) -> Vec<TunedChoice> {
 }
 
 fn print_set(set: &TunedSet) {
-    println!("{} ranks on {} GPUs, lane {}, {}", set.world_size, set.gpus, set.lane, set.dtype);
+    println!(
+        "{} ranks on {} GPUs, lane {}, {}",
+        set.world_size, set.gpus, set.lane, set.dtype
+    );
     let mut bytes: Vec<u64> = set.rows.iter().map(|row| row.bytes).collect();
     bytes.dedup();
     for bytes in bytes {
         let mut rows: Vec<&TunedRow> = set.rows.iter().filter(|row| row.bytes == bytes).collect();
         rows.sort_by(|one, other| one.us.total_cmp(&other.us));
-        let all: Vec<String> = rows.iter().map(|row| format!("{} {} +-{}", row.algorithm, time(row.us), time(row.spread_us / 2.0))).collect();
+        let all: Vec<String> = rows
+            .iter()
+            .map(|row| {
+                format!(
+                    "{} {} +-{}",
+                    row.algorithm,
+                    time(row.us),
+                    time(row.spread_us / 2.0)
+                )
+            })
+            .collect();
         println!("{bytes:>10}  {}", all.join(", "));
     }
-    let kept: Vec<String> = set.choices.iter().map(|choice| format!("{} up to {}", choice.algorithm, choice.up_to_bytes)).collect();
+    let kept: Vec<String> = set
+        .choices
+        .iter()
+        .map(|choice| format!("{} up to {}", choice.algorithm, choice.up_to_bytes))
+        .collect();
     println!("      kept  {}", kept.join(", "));
 }
 
@@ -336,8 +389,14 @@ mod tests {
         };
         let planned = Some(Algorithm::OneShotPush);
         assert_eq!(faster(&timed(10.0, 9.0, 2.0), planned), planned);
-        assert_eq!(faster(&timed(10.0, 7.0, 2.0), planned), Some(Algorithm::TwoShotPush));
-        assert_eq!(faster(&timed(10.0, 9.0, 2.0), None), Some(Algorithm::TwoShotPush));
+        assert_eq!(
+            faster(&timed(10.0, 7.0, 2.0), planned),
+            Some(Algorithm::TwoShotPush)
+        );
+        assert_eq!(
+            faster(&timed(10.0, 9.0, 2.0), None),
+            Some(Algorithm::TwoShotPush)
+        );
         assert_eq!(faster(&[], planned), None);
     }
 
@@ -355,7 +414,15 @@ mod tests {
             up_to_bytes,
             algorithm: algorithm.to_owned(),
         };
-        let all = vec![choice(1, "a"), choice(2, "a"), choice(3, "b"), choice(4, "a")];
-        assert_eq!(joined(all), vec![choice(2, "a"), choice(3, "b"), choice(4, "a")]);
+        let all = vec![
+            choice(1, "a"),
+            choice(2, "a"),
+            choice(3, "b"),
+            choice(4, "a"),
+        ];
+        assert_eq!(
+            joined(all),
+            vec![choice(2, "a"), choice(3, "b"), choice(4, "a")]
+        );
     }
 }

@@ -91,7 +91,11 @@ pub(crate) fn run() -> Result<(), TuneError> {
     let backend: Backend = spec.backend.parse()?;
     let lane: Lane = spec.lane.parse()?;
     let dtype: Dtype = spec.dtype.parse()?;
-    let algorithms: Vec<Algorithm> = spec.algorithms.iter().map(|name| name.parse()).collect::<Result<_, _>>()?;
+    let algorithms: Vec<Algorithm> = spec
+        .algorithms
+        .iter()
+        .map(|name| name.parse())
+        .collect::<Result<_, _>>()?;
     let longest = spec.sizes.iter().copied().max().unwrap_or(0) * dtype.size_bytes();
     let mut options = JoinOptions::new("tune", spec.rank, spec.world_size)
         .backend(backend)
@@ -163,13 +167,16 @@ impl Case<'_> {
         tensor.fill(self.rank, id, self.rank.communicator.rank())?;
         match tensor.reduce(self.rank, self.spec.op, Self::options(algorithm)) {
             Ok((mut tensor, _)) => {
-                let (_, wrong) = tensor.check(self.rank, id, self.world_size, self.spec.op, true)?;
+                let (_, wrong) =
+                    tensor.check(self.rank, id, self.world_size, self.spec.op, true)?;
                 Ok(match wrong {
                     Some(wrong) if wrong > 0 => Trial::Wrong(wrong),
                     Some(_) | None => Trial::Timed(Vec::new()),
                 })
             }
-            Err(TensorError::AllReduce(AllReduceError::Refused(refused))) => Ok(Trial::Refused(refused.to_string())),
+            Err(TensorError::AllReduce(AllReduceError::Refused(refused))) => {
+                Ok(Trial::Refused(refused.to_string()))
+            }
             Err(error) => Err(error.into()),
         }
     }
@@ -179,7 +186,15 @@ impl Case<'_> {
         let bytes = self.spec.len_bytes() * self.world_size as usize;
         let count = (TURN_BYTES / bytes.max(1)).clamp(2, MOST);
         let mut tensor = AnyTensor::allocate(self.rank, self.spec)?;
-        tensor.fill(self.rank, TensorId { seed: 2, step: 0, reduction: 0 }, 0)?;
+        tensor.fill(
+            self.rank,
+            TensorId {
+                seed: 2,
+                step: 0,
+                reduction: 0,
+            },
+            0,
+        )?;
         let barrier = AnyTensor::allocate(
             self.rank,
             ReductionSpec {

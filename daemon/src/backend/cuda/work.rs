@@ -83,7 +83,9 @@ impl Work {
         signature: Signature,
         parts: Vec<Part>,
     ) -> Result<Self, GpuError> {
-        let Plan { algorithm, shape } = plan;
+        let Plan {
+            algorithm, shape, ..
+        } = plan;
         let unplanned = || GpuError::NoKernels(format!("{} by {algorithm}", signature.op));
         let (route, most_elems) = match shape {
             Shape::Cuda {

@@ -6,6 +6,7 @@
 //! what is left out.
 
 mod engine;
+pub(crate) mod plot;
 mod routes;
 #[cfg(test)]
 mod tests;

@@ -90,6 +90,10 @@ fn shape_words(plan: &Plan, question: Question) -> String {
     match plan.shape {
         Shape::Host { threads: 1 } => "1 thread".to_owned(),
         Shape::Host { threads } => format!("{threads} threads"),
+        Shape::Copies { .. } => match plan.launches(question.num_elems) {
+            1 => "copy engines, 1 piece".to_owned(),
+            several => format!("copy engines, {several} pieces"),
+        },
         Shape::Cuda {
             blocks,
             data_threads,

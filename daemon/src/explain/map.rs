@@ -4,8 +4,8 @@
 
 use crate::explain::{Machine, Question};
 use crate::plan::plan;
-use crate::simulate::plot::{MapCell, map_svg};
-use allreduce_contract::{Dtype, Lane, MAX_WORLD_SIZE, Op, WorldSize};
+use crate::simulate::plot::map_svg;
+use allreduce_contract::{Algorithm, Dtype, Lane, MAX_WORLD_SIZE, Op, WorldSize};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -140,24 +140,33 @@ impl Map {
         out
     }
 
-    /// The picture.
-    pub(crate) fn svg(&self) -> String {
-        let sizes: Vec<u64> = BITS.map(|bits| 1 << bits).collect();
-        let worlds: Vec<u32> = self.rows.iter().map(|row| row.world_size).collect();
+    /// The picture; none if something is refused.
+    pub(crate) fn svg(&self) -> Option<String> {
+        let chosen = |world_size: usize, bytes: usize| {
+            let row = self
+                .rows
+                .iter()
+                .find(|row| row.world_size as usize == world_size)?;
+            let cell = row.cells.iter().find(|cell| cell.bytes == bytes as u64)?;
+            let algorithm: Algorithm = cell.algorithm.as_ref()?.parse().ok()?;
+            Some((algorithm, cell.predicted_us.unwrap_or(f64::NAN)))
+        };
+        let worlds: Vec<usize> = self
+            .rows
+            .iter()
+            .map(|row| row.world_size as usize)
+            .collect();
+        let sizes: Vec<usize> = BITS.map(|bits| 1 << bits).collect();
+        let cells = worlds
+            .iter()
+            .flat_map(|world| sizes.iter().map(|bytes| chosen(*world, *bytes)));
+        let fallback = cells.collect::<Option<Vec<_>>>()?.first().copied()?;
         let title = format!(
             "{}, {} {}: algorithm by size and world size, predicted us",
             self.topology, self.dtype, self.op
         );
         map_svg(&title, &worlds, &sizes, &|world_size, bytes| {
-            let row = self.rows.iter().find(|row| row.world_size == world_size)?;
-            let cell = row.cells.iter().find(|cell| cell.bytes == bytes)?;
-            Some(MapCell {
-                algorithm: cell
-                    .algorithm
-                    .clone()
-                    .unwrap_or_else(|| "refused".to_owned()),
-                us: cell.predicted_us,
-            })
+            chosen(world_size, bytes).unwrap_or(fallback)
         })
     }
 }

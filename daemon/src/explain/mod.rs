@@ -76,6 +76,10 @@ enum ExplainError {
     Tuned(#[from] TunedError),
     #[error("{path}: {error}")]
     Write { path: String, error: std::io::Error },
+    #[error(
+        "there is no map to draw: the lane or the operator is refused (leave --plot out to see why)"
+    )]
+    NoMap,
     #[error(transparent)]
     Json(#[from] serde_json::Error),
 }
@@ -208,7 +212,8 @@ fn explain(arguments: &Arguments) -> Result<String, ExplainError> {
     if arguments.sweep {
         let map = map::sweep(&machine, arguments.lane.0, arguments.dtype, arguments.op);
         if let Some(path) = &arguments.plot {
-            let write = std::fs::write(path, map.svg());
+            let picture = map.svg().ok_or(ExplainError::NoMap)?;
+            let write = std::fs::write(path, picture);
             write.map_err(|error| ExplainError::Write {
                 path: path.display().to_string(),
                 error,

@@ -28,7 +28,6 @@ mod simulate;
 mod spread;
 mod status;
 mod supervisor;
-#[allow(dead_code)] // maps are used by explain
 mod svg;
 mod topology;
 mod tune;

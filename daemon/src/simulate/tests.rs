@@ -636,7 +636,7 @@ proptest! {
         let topology = shape.topology();
         let few = simulated(&topology, &placement, algorithm, island, len_bytes).us;
         let many = simulated(&topology, &placement, algorithm, island, len_bytes + more).us;
-        prop_assert!(many >= few * (1.0 - EPS), "{few} {many}");
+        prop_assert!(many >= few * (1.0 - allowed(&shape, &placement)), "{few} {many}");
     }
 
     #[test]
@@ -656,13 +656,19 @@ proptest! {
         }
         let slow = simulated(&topology, &placement, algorithm, island, len_bytes).us;
         let fast = simulated(&better.topology(), &placement, algorithm, island, len_bytes).us;
-        prop_assert!(fast <= slow * (1.0 + EPS), "{slow} {fast}");
+        prop_assert!(fast <= slow * (1.0 + allowed(&shape, &placement)), "{slow} {fast}");
     }
 }
 
-/// Fair shares know anomalies: a flow that is sped up takes a larger share of a link that the slowest rank also needs, so that a call can
-/// gain a little from a slower link, or from more bytes, where ranks drift apart. In 9,000 random machines the largest was below 1%.
-const EPS: f64 = 0.05;
+/// How much faster a slower link, or more bytes, may be. Fair shares know anomalies: a flow that is sped up takes a larger share of what the
+/// slowest rank also needs. In some thousand random machines none was seen with one rank on a GPU; where ranks share GPUs unevenly and
+/// drift apart, fewer than one in a hundred, up to 13%.
+fn allowed(shape: &Shape, placement: &[usize]) -> f64 {
+    match placement.len() > shape.leaves * shape.gpus_each {
+        true => 0.25,
+        false => 0.01,
+    }
+}
 
 // Against the closed form, where no link is shared.
 
@@ -755,6 +761,27 @@ fn where_no_link_is_shared_the_closed_form_says_the_same() {
 }
 
 #[test]
+fn the_floors_on_record_are_met() {
+    // 8 GPUs under one switch, 43,008 bytes: by generation, one-shot and two-shot by pushing.
+    for (generation, one_shot, two_shot) in [(3, 28.6, 11.3), (4, 17.8, 8.6), (5, 15.5, 8.0)] {
+        let shape = Shape {
+            generation,
+            ..Shape::flat(8)
+        };
+        for (algorithm, wanted) in [
+            (Algorithm::OneShotPush, one_shot),
+            (Algorithm::TwoShotPush, two_shot),
+        ] {
+            let found = simulated(&shape.topology(), &shape.placement(), algorithm, 4, 43_008).us;
+            assert!(
+                (found - wanted).abs() < 0.06,
+                "Gen{generation} {algorithm}: {found}"
+            );
+        }
+    }
+}
+
+#[test]
 fn a_step_is_its_reductions_one_after_the_other() {
     let shape = Shape::flat(8);
     let topology = shape.topology();
@@ -835,26 +862,66 @@ fn print_the_table() {
     for (name, shape, island_size) in machines() {
         for len_bytes in [43_008, 256 << 10, 1 << 20, 16 << 20] {
             let times = ranking(&shape, island_size, len_bytes);
-            let line: Vec<String> = times
-                .iter()
-                .map(|(us, algorithm)| format!("{algorithm} {us:.1}"))
-                .collect();
             let topology = shape.topology();
+            let (us, algorithm) = times[0];
             let best = simulated(
                 &topology,
                 &shape.placement(),
-                times[0].1,
+                algorithm,
                 island_size,
                 len_bytes,
             );
             let busiest = best.busiest.unwrap();
             println!(
-                "| {name} | {len_bytes} | {} | {} {:.0}% | {} events",
-                line.join(", "),
+                "| {name} | {len_bytes} | {algorithm} | {us:.1} | {} {:.1} (+{:.0}%) | {:.1} | {} {:.0}% |",
+                times[1].1,
+                times[1].0,
+                100.0 * (times[1].0 / us - 1.0),
+                times
+                    .iter()
+                    .find(|of| of.1 == Algorithm::OneShotPush)
+                    .unwrap()
+                    .0,
                 busiest.link,
                 100.0 * busiest.utilisation,
-                best.events,
             );
         }
+    }
+}
+
+/// The map of a machine: the fastest algorithm of each size, ranks on its first GPUs.
+fn map(name: &str, shape: &Shape) -> String {
+    let topology = shape.topology();
+    let all = shape.placement();
+    let world_sizes: Vec<usize> = (2..=all.len()).collect();
+    let sizes: Vec<usize> = (10..=26).map(|power| 1 << power).collect();
+    let fastest = |world_size: usize, len_bytes: usize| {
+        let placement = &all[..world_size];
+        let island_size = topology.island_size(placement).unwrap_or(1) as usize;
+        let times = algorithms().into_iter().map(|algorithm| {
+            let found = simulated(&topology, placement, algorithm, island_size, len_bytes);
+            (algorithm, found.us)
+        });
+        times
+            .min_by(|one, other| one.1.total_cmp(&other.1))
+            .unwrap()
+    };
+    plot::map_svg(name, &world_sizes, &sizes, &fastest).unwrap()
+}
+
+#[test]
+fn a_map_of_a_machine_is_drawn() {
+    let picture = map("2 x 2", &Shape::new(2, 2, Above::Sockets));
+    assert_eq!(crate::svg::is_well_formed(&picture), Ok(()));
+    assert_eq!(picture.matches("<title>").count(), 3 * 17);
+}
+
+#[test]
+#[ignore = "prints a map of docs/design-notes: MAP is a machine's name in the table"]
+#[allow(clippy::print_stdout)]
+fn print_a_map() {
+    let wanted = std::env::var("MAP").unwrap_or_default();
+    for (name, shape, _) in machines().iter().filter(|(name, ..)| *name == wanted) {
+        print!("{}", map(name, shape));
     }
 }

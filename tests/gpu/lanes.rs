@@ -89,6 +89,28 @@ fn graphs_are_right_however_often_and_beside_eager_calls_resident() {
     graphs_are_right_however_often_and_beside_eager_calls(Lane::Resident);
 }
 
+/// By islands, from the ranks' own processes (which have tried it before Ready); what only the executor can do is refused
+/// to them, and the epoch goes on.
+#[test]
+fn ranks_that_launch_reduce_by_islands() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    let daemon = daemon(&[("ALLREDUCED_CUDA__HOST_STAGED", "always")]);
+    for ranks in [4, 6] {
+        let mut workers = start(&daemon, &format!("islands{ranks}"), ranks, Lane::Delegated);
+        all_answer(&mut workers, "reduce-by hierarchical", "right");
+        for algorithm in ["host_staged", "copy_engine_ring"] {
+            for answer in ask_all(&mut workers, &format!("reduce-by {algorithm}")) {
+                assert!(answer.contains("lane rpc"), "{answer}");
+                assert!(answer.contains(algorithm), "{answer}");
+            }
+        }
+        all_answer(&mut workers, "reduce-by hierarchical", "right");
+        all_answer(&mut workers, "leave", "left");
+    }
+}
+
 /// A rank that is stopped while the others replay: NaN, the rank is named, later replays return; and the same graph is
 /// right again once the communicator has formed anew.
 fn a_rank_that_stops_ends_a_replay_and_the_graph_outlives_it(lane: Lane) {

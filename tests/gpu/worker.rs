@@ -71,6 +71,27 @@ pub fn run_if_asked() {
                     false => "wrong",
                 });
             }
+            // Of ones, whose sum is exact in any order.
+            (["reduce-by", algorithm], Some(rank)) => {
+                let at = rank.scratch.ptr();
+                let ones: Vec<u8> = (0..4099).flat_map(|_| 1.0_f32.to_le_bytes()).collect();
+                rank.upload(rank.stream(), at, &ones);
+                let options = AllReduceOptions::default().algorithm(algorithm.parse().unwrap());
+                let kind = (Dtype::F32, Op::Sum);
+                match rank.call(rank.stream(), [at, at], 4099, kind, options) {
+                    Ok(reduction) => {
+                        assert_eq!(reduction.algorithm.name(), *algorithm);
+                        let sum = (asked.world_size as f32).to_le_bytes();
+                        let found = rank.download(rank.stream(), at, ones.len());
+                        rank.communicator.check().unwrap();
+                        say(match found.chunks(4).all(|bytes| bytes == sum) {
+                            true => "right",
+                            false => "wrong",
+                        });
+                    }
+                    Err(error) => say(&describe(&error)),
+                }
+            }
             (["arm"], Some(rank)) => {
                 rank.communicator.arm().unwrap();
                 say("done");

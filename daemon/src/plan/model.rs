@@ -22,8 +22,8 @@ pub(crate) const PHASE_US: f64 = 0.5;
 pub(crate) const HOP_OVERHEAD_US: f64 = 0.3;
 /// A copy handed to a copy engine, until the next on its stream begins.
 pub(crate) const COPY_US: f64 = 2.5;
-/// Memory that a kernel reads and writes, where the topology does not say.
-const MEMORY_GBPS: f64 = 1000.0;
+/// Memory that a kernel reads and writes on one GPU, where the topology does not say. Beside links it is not counted then.
+const LOOPBACK_MEMORY_GBPS: f64 = 1000.0;
 
 /// How long one algorithm takes, as two numbers and where they come from.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -75,14 +75,16 @@ impl Costs {
     /// Those of a communicator whose ranks are on these GPUs of the topology.
     pub(crate) fn of(topology: &Topology, placement: &[usize], island_size: u32) -> Self {
         let island = usize::try_from(island_size).unwrap_or(1);
+        let fabric = topology.fabric(placement);
+        let peer_access = fabric != Fabric::NoPeerAccess;
         let by_algorithm = Algorithm::ALL.map(|algorithm| {
             [2, 4].map(|elem_bytes| {
-                let phases = schedule(algorithm, placement.len(), elem_bytes, island);
+                let phases = schedule(algorithm, placement.len(), elem_bytes, island, peer_access);
                 cost(topology, placement, algorithm, &phases)
             })
         });
         Self {
-            fabric: topology.fabric(placement),
+            fabric,
             by_algorithm,
             has_gpus: !topology.gpus().is_empty(),
             tuned: Vec::new(),
@@ -148,7 +150,19 @@ fn us_per_byte(gbps: f64) -> f64 {
 
 fn cost(topology: &Topology, placement: &[usize], algorithm: Algorithm, phases: &[Phase]) -> Cost {
     let launch = topology.rates().launch_us.unwrap_or(LAUNCH_US);
-    let memory = topology.rates().memory_gbps.unwrap_or(MEMORY_GBPS);
+    let memory = topology
+        .rates()
+        .memory_gbps
+        .unwrap_or(match topology.fabric(placement) {
+            Fabric::Loopback => LOOPBACK_MEMORY_GBPS,
+            Fabric::NvlinkFull
+            | Fabric::NvlinkPartial
+            | Fabric::PcieOneRoot
+            | Fabric::PcieIslands
+            | Fabric::WriteCollapse
+            | Fabric::NoPeerAccess
+            | Fabric::Host => f64::INFINITY,
+        });
     let steps = phases.len().saturating_sub(1) as f64;
     let launch_us = match algorithm {
         // Hands over each step, and launches the kernel that reduces.
@@ -170,6 +184,9 @@ fn cost(topology: &Topology, placement: &[usize], algorithm: Algorithm, phases: 
         ..Cost::default()
     };
     for phase in phases {
+        if phase.flows.is_empty() {
+            continue;
+        }
         cost.hops_us += f64::from(phase.hops) * hop_us(topology, placement, phase);
         cost.wire_us_per_byte += narrowest(topology, placement, phase, Ports::AsShared);
         cost.floor_us_per_byte += narrowest(topology, placement, phase, Ports::AsAlone);
@@ -189,7 +206,7 @@ fn hop_us(topology: &Topology, placement: &[usize], phase: &Phase) -> f64 {
         .iter()
         .map(|flow| match (gpu(flow.from), gpu(flow.to)) {
             (Some(from), Some(to)) => topology.flag_us(from, to),
-            (Some(gpu), None) | (None, Some(gpu)) => topology.host_flag_us(gpu),
+            (Some(_), None) | (None, Some(_)) => topology.host_flag_us(),
             (None, None) => 0.0,
         });
     trips.fold(0.0, f64::max) + HOP_OVERHEAD_US

@@ -60,12 +60,13 @@ fn all_to_all(world_size: usize, share: f64, access: Access, hops: u32, local: f
 }
 
 /// The phases of a GPU algorithm; none for those of the host, which move nothing between GPUs. `elem_bytes` of the tensor's
-/// elements, `island_size` ranks in an island.
+/// elements, `island_size` ranks in an island. Without `peer_access` the driver takes copies through memory of the host.
 pub(crate) fn schedule(
     algorithm: Algorithm,
     world_size: usize,
     elem_bytes: usize,
     island_size: usize,
+    peer_access: bool,
 ) -> Vec<Phase> {
     let ranks = world_size.max(1) as f64;
     let (read, write) = (Access::Read, Access::Write);
@@ -100,11 +101,21 @@ pub(crate) fn schedule(
         Algorithm::CopyEngineRing => {
             let step = |step: usize| Phase {
                 flows: (0..world_size)
-                    .map(|from| Flow {
-                        from: Place::Rank(from),
-                        to: Place::Rank((from + step) % world_size.max(1)),
-                        share: 1.0 / ranks,
-                        access: write,
+                    .flat_map(|from| {
+                        let to = Place::Rank((from + step) % world_size.max(1));
+                        let flow = |from, to, access| Flow {
+                            from,
+                            to,
+                            share: 1.0 / ranks,
+                            access,
+                        };
+                        let from = Place::Rank(from);
+                        match peer_access {
+                            true => vec![flow(from, to, write)],
+                            false => {
+                                vec![flow(from, Place::Host, write), flow(Place::Host, to, read)]
+                            }
+                        }
                     })
                     .collect(),
                 hops: 0,

@@ -11,8 +11,9 @@ mod routes;
 #[cfg(test)]
 mod tests;
 
+use crate::plan::model;
 use crate::plan::schedule::{Flow, Phase, Place, schedule};
-use crate::topology::{Access, Topology};
+use crate::topology::{Access, Fabric, Topology};
 use crate::workload::{ReductionSpec, Workload};
 use allreduce_contract::{Algorithm, Backend, Dtype, MAX_WORLD_SIZE};
 use engine::Job;
@@ -38,11 +39,11 @@ impl Fixed {
     /// Those of a topology: measured where it has them, else those of the cost model.
     pub(crate) fn of(topology: &Topology) -> Self {
         Self {
-            launch_us: topology.rates().launch_us.unwrap_or(2.5),
-            phase_us: 0.5,
-            hop_us: 0.3,
-            host_flag_us: 1.0,
-            engine_us: 5.0,
+            launch_us: topology.rates().launch_us.unwrap_or(model::LAUNCH_US),
+            phase_us: model::PHASE_US,
+            hop_us: model::HOP_OVERHEAD_US,
+            host_flag_us: topology.host_flag_us(),
+            engine_us: model::COPY_US,
         }
     }
 }
@@ -150,7 +151,8 @@ pub(crate) fn reduce(
             island_size,
         });
     }
-    let phases = schedule(algorithm, world_size, elem_bytes, island_size);
+    let peer_access = topology.fabric(placement) != Fabric::NoPeerAccess;
+    let phases = schedule(algorithm, world_size, elem_bytes, island_size, peer_access);
     let start_us = match algorithm {
         Algorithm::CopyEngineRing => fixed.engine_us,
         _ => 0.0,

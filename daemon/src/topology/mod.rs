@@ -415,7 +415,7 @@ impl Topology {
     }
 
     /// From a store by one side until a poll of the other sees it, in the host's memory.
-    pub(crate) fn host_flag_us(&self, _gpu: usize) -> f64 {
+    pub(crate) fn host_flag_us(&self) -> f64 {
         FLAG_US + ACROSS_SWITCHES_US
     }
 
@@ -427,12 +427,6 @@ impl Topology {
     /// The root complex above a GPU.
     pub(crate) fn root_of(&self, gpu: usize) -> Option<&str> {
         self.places.get(gpu).map(|place| place.root.as_str())
-    }
-
-    /// Whether writes from the switch of `from` to other root complexes collapse, if some go to `to`.
-    pub(crate) fn is_across_roots(&self, from: usize, to: usize) -> bool {
-        let root = |gpu: usize| self.places.get(gpu).map(|place| &place.root);
-        root(from) != root(to)
     }
 
     /// How many consecutive ranks make an island for a hierarchical reduction: the ranks of a GPU, NVLink group, switch,

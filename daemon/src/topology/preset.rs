@@ -132,8 +132,6 @@ mod tests {
                 "gpu0 in"
             ]
         );
-        assert!(two.is_across_roots(0, 4));
-        assert!(!two.is_across_roots(0, 3));
         let direct = preset("sm120x8-gen5-2socket").unwrap();
         assert_eq!(path(&direct, 0, 3), ["gpu0 out", "gpu3 in"]);
         assert_eq!(

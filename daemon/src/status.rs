@@ -77,6 +77,7 @@ struct CommunicatorReport {
     backend_reason: String,
     lane: Option<String>,
     lane_reason: String,
+    topology: String,
     warnings: Vec<String>,
     incarnation: u64,
     epoch: u64,
@@ -228,6 +229,7 @@ fn communicator_report(
             .ok()
             .map(|lane| lane.to_string()),
         lane_reason: stats.lane_reason,
+        topology: stats.topology,
         warnings: stats.warnings,
         incarnation: info.incarnation,
         epoch: stats.epoch,
@@ -338,6 +340,9 @@ fn communicator_text(communicator: &CommunicatorReport) -> String {
         None => {
             let _ = writeln!(out, "  lane      none yet: not every rank has joined");
         }
+    }
+    if !communicator.topology.is_empty() {
+        let _ = writeln!(out, "  topology  {}", communicator.topology);
     }
     for warning in &communicator.warnings {
         let _ = writeln!(out, "  warning   {warning}");

@@ -47,6 +47,17 @@ use std::time::{Duration, Instant};
 /// The arena, as a memory of a session; memories that were handed over count from 1.
 pub(crate) const ARENA: u64 = 0;
 
+/// GPUs that passed the test.
+#[derive(Debug, Clone)]
+pub(crate) struct GpusTested {
+    /// What they can take.
+    pub(crate) limits: GpuLimits,
+    /// How long each algorithm takes on their links; none on one GPU.
+    pub(crate) costs: Option<Arc<Costs>>,
+    /// What is known of their links, for people.
+    pub(crate) topology: String,
+}
+
 /// What a communicator is told once.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
@@ -327,6 +338,8 @@ pub(crate) struct Communicator<T> {
     gpus: Option<GpuLimits>,
     /// How long each algorithm takes on their links.
     costs: Option<Arc<Costs>>,
+    /// What is known of their links, for people.
+    topology: String,
     effects: Vec<Effect<T>>,
     stats: Stats,
 }
@@ -348,6 +361,7 @@ impl<T> Communicator<T> {
             next_id: 1,
             gpus: None,
             costs: None,
+            topology: String::new(),
             effects: Vec::new(),
             stats: Stats::new(world_size),
         }
@@ -667,7 +681,7 @@ impl<T> Communicator<T> {
     }
 
     /// The GPUs of `epoch` were tested: what they can take, or the ranks it is about and why not.
-    pub(crate) fn tested(&mut self, epoch: u64, result: Result<GpuLimits, (Vec<Rank>, String)>) {
+    pub(crate) fn tested(&mut self, epoch: u64, result: Result<GpusTested, (Vec<Rank>, String)>) {
         let Phase::Testing { deadline } = self.phase else {
             return;
         };
@@ -675,8 +689,14 @@ impl<T> Communicator<T> {
             return;
         }
         match result {
-            Ok(limits) => {
+            Ok(GpusTested {
+                limits,
+                costs,
+                topology,
+            }) => {
                 self.gpus = Some(limits);
+                self.costs = costs;
+                self.topology = topology;
                 self.choose_lane(deadline);
             }
             Err((ranks, reason)) => self.end_epoch(EndCause::Ineligible { ranks, reason }),
@@ -789,6 +809,7 @@ impl<T> Communicator<T> {
         self.floor = 0;
         self.gpus = None;
         self.costs = None;
+        self.topology.clear();
         self.phase = Phase::Forming { deadline: None };
         self.tell_ends();
     }
@@ -1116,6 +1137,11 @@ impl<T> Communicator<T> {
         let found = self.sessions.get(&session);
         let found = found.ok_or(CallError::UnknownSession(session))?;
         Ok(found.alive()?)
+    }
+
+    /// What is known of what connects the GPUs, for people; empty until they were tested.
+    pub(crate) fn topology(&self) -> &str {
+        &self.topology
     }
 
     /// Ranks of an island of the GPUs, once they were tested; else all are islands of their own.

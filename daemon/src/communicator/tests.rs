@@ -119,6 +119,14 @@ impl Harness {
     }
 }
 
+fn gpus_tested() -> GpusTested {
+    GpusTested {
+        limits: GPUS,
+        costs: None,
+        topology: "loopback".to_owned(),
+    }
+}
+
 const GPUS: GpuLimits = GpuLimits {
     gpus: 1,
     ranks_per_gpu: 2,
@@ -166,9 +174,9 @@ fn on_cuda_nobody_is_ready_before_the_test() {
     };
     assert_eq!(*tested, sessions);
     // Another epoch's verdict says nothing about this one.
-    communicator.tested(7, Ok(GPUS));
+    communicator.tested(7, Ok(gpus_tested()));
     assert!(communicator.take_effects().is_empty());
-    communicator.tested(1, Ok(GPUS));
+    communicator.tested(1, Ok(gpus_tested()));
     assert!(matches!(
         communicator.take_effects().as_slice(),
         [Effect::Ready { epoch: 1, .. }]
@@ -205,7 +213,7 @@ fn a_lane_that_nobody_asked_for_gives_way_to_rpc() {
         for session in &sessions {
             communicator.mapped(*session, None);
         }
-        communicator.tested(1, Ok(GPUS));
+        communicator.tested(1, Ok(gpus_tested()));
         let is_share = |effect: &Effect<u32>| {
             matches!(
                 effect,

@@ -13,7 +13,7 @@ pub(crate) use task::{
 };
 
 use crate::backend::Fault;
-use crate::config::{CommunicatorConfig, CudaConfig, Host, Log};
+use crate::config::{CommunicatorConfig, CudaConfig, Host, Log, TopologyConfig};
 use crate::health::HealthTable;
 use crate::listen::{Access, ListenError, accept, bind_seqpacket, bind_stream};
 use crate::rpc::executor_routes;
@@ -44,6 +44,7 @@ pub(crate) struct ExecutorSpec {
     pub(crate) communicator: CommunicatorConfig,
     pub(crate) host: Host,
     pub(crate) cuda: CudaConfig,
+    pub(crate) topology: TopologyConfig,
     pub(crate) log: Log,
     pub(crate) drain_timeout_ms: u32,
     pub(crate) fault: Option<Fault>,
@@ -82,6 +83,7 @@ impl ExecutorSpec {
             communicator: config.communicator.clone(),
             host: config.host.clone(),
             cuda: config.cuda.clone(),
+            topology: config.topology.clone(),
             log: config.log.clone(),
             drain_timeout_ms: config.shutdown.drain_timeout_ms,
             fault,

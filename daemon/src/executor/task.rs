@@ -12,8 +12,8 @@ use crate::backend::host_resident::{self, BufferTable, ResidentStats};
 use crate::backend::jobs::JobThread;
 use crate::communicator::{
     ARENA, BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, GpuError,
-    JoinError, Joining, Launch, Quantiles, RankStats, Reduced, ReductionKind, SessionInfo,
-    Settings, Signature, Stats,
+    GpusTested, JoinError, Joining, Launch, Quantiles, RankStats, Reduced, ReductionKind,
+    SessionInfo, Settings, Signature, Stats,
 };
 use crate::config::ms;
 use crate::executor::ExecutorSpec;
@@ -120,6 +120,7 @@ pub(crate) struct StatsReport {
     pub(crate) errors: Vec<(ErrorCode, u64)>,
     pub(crate) window_bytes: u64,
     pub(crate) warnings: Vec<String>,
+    pub(crate) topology: String,
 }
 
 /// One rank of a [`StatsReport`].
@@ -662,7 +663,11 @@ impl Task {
                     resident_stats: Arc::new(Mutex::new(Stats::new(spec.world_size()))),
                 }),
                 BackendKind::Cuda => {
-                    let backend = CudaBackend::start(spec.cuda.clone(), spec.world_size())?;
+                    let backend = CudaBackend::start(
+                        spec.cuda.clone(),
+                        spec.topology.clone(),
+                        spec.world_size(),
+                    )?;
                     Backend::Cuda(Box::new(backend))
                 }
             },
@@ -1143,12 +1148,11 @@ impl Task {
             .iter()
             .filter_map(|session| cuda.window(*session).cloned())
             .collect();
-        let config = cuda.config().clone();
         let timeout = ms(self.spec.communicator.default_timeout_ms);
         let own = self.own.clone();
         cuda.submit(
             "testing the GPUs",
-            move |_| cuda::test(&windows, &config, epoch, timeout),
+            move |devices| devices.test(&windows, epoch, timeout),
             move |verdict| {
                 tell_task(
                     &own,
@@ -1170,15 +1174,28 @@ impl Task {
             return;
         }
         let verdict = verdict.and_then(|tested| {
-            let cuda::Tested { mut limits, notes } = tested;
+            let cuda::Tested {
+                mut limits,
+                costs,
+                topology,
+                notes,
+            } = tested;
             limits.shared_by_mps = cuda.is_shared_by_mps(&sessions, &self.has_mps);
             self.warnings = cuda.warnings(&sessions, &self.has_mps);
             self.warnings.extend(notes);
             cuda.begin_epoch(epoch, sessions)
-                .map(|()| limits)
+                .map(|()| GpusTested {
+                    limits,
+                    costs,
+                    topology,
+                })
                 .map_err(|error| (Vec::new(), error.to_string()))
         });
-        if let Ok(limits) = &verdict {
+        if let Ok(GpusTested {
+            limits, topology, ..
+        }) = &verdict
+        {
+            tracing::info!(%topology, "GPUs tested");
             for warning in &self.warnings {
                 tracing::warn!("{warning}");
             }
@@ -1952,6 +1969,7 @@ impl Task {
             errors: errors.iter().map(|(code, count)| (*code, *count)).collect(),
             window_bytes: self.backend.window_bytes(),
             warnings: self.warnings.clone(),
+            topology: self.communicator.topology().to_owned(),
         }
     }
 }

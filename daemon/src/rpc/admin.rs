@@ -204,6 +204,7 @@ fn stats_message(spec: &ExecutorSpec, report: StatsReport) -> CommunicatorStats 
         rss_bytes: rss_bytes(),
         window_bytes: report.window_bytes,
         warnings: report.warnings,
+        topology: report.topology,
     }
 }
 

@@ -15,6 +15,7 @@ mod file;
 mod fingerprint;
 mod found;
 mod load;
+mod machine;
 mod nvml;
 mod preset;
 mod sysfs;
@@ -23,6 +24,7 @@ pub(crate) use discover::{DiscoverError, discover};
 pub(crate) use file::FileError;
 pub(crate) use found::Discovered;
 pub(crate) use load::{LoadError, find, load};
+pub(crate) use machine::{Machine, Placed};
 pub(crate) use preset::{PRESETS, PresetError, preset};
 
 pub(crate) use description::{

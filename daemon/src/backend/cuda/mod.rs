@@ -22,7 +22,7 @@ mod work;
 
 pub(crate) use lane::{EpochLane, LaneSpec, LaneWindow};
 pub(crate) use resident::{ResidentShape, RingMemory};
-pub(crate) use test::{Tested, Verdict, test};
+pub(crate) use test::{Tested, Verdict};
 pub(crate) use window::{Window, WindowSpec};
 
 use crate::backend::Fault;
@@ -31,8 +31,9 @@ use crate::backend::cuda::launch::Accepted;
 use crate::backend::cuda::work::{Part, Site, Work};
 use crate::backend::jobs::JobThread;
 use crate::communicator::{ARENA, BufferError, GpuError, Launch, Place, RankLaunch};
-use crate::config::CudaConfig;
+use crate::config::{CudaConfig, TopologyConfig};
 use crate::plan::default_island_size;
+use crate::topology::Machine;
 use allreduce_contract::cuda::{CudaError, Driver, IPC_HANDLE_LEN, ImportedMemory};
 use allreduce_contract::kernel::{Instance, Regions};
 use allreduce_contract::window::{Abort, AbortReason};
@@ -61,6 +62,7 @@ fn lock(busy: &Busy) -> MutexGuard<'_, Option<(Instant, &'static str)>> {
 #[derive(Debug)]
 pub(crate) struct Devices {
     config: CudaConfig,
+    machine: Machine,
     gpus: HashMap<String, Arc<Gpu>>,
     /// By GPU, handle and generation: a process cannot open one twice, and two ranks may live in one allocation.
     imported: HashMap<(String, [u8; IPC_HANDLE_LEN], u64), Weak<ImportedMemory>>,
@@ -99,6 +101,21 @@ impl Devices {
             gpu.kernels(&self.config, Instance::N2)?;
         }
         Window::create(gpu, spec)
+    }
+
+    /// Tests the windows of an epoch, in rank order, and leaves them as the epoch starts from.
+    pub(crate) fn test(
+        &mut self,
+        windows: &[Arc<Window>],
+        epoch: u64,
+        timeout: Duration,
+    ) -> Verdict {
+        let uuids: Vec<String> = windows
+            .iter()
+            .map(|window| window.gpu.device().uuid().to_owned())
+            .collect();
+        let placed = self.machine.place(&uuids);
+        test::test(windows, &self.config, placed.as_ref(), epoch, timeout)
     }
 
     /// What a lane has that ranks can reach; `windows` are all ranks', in rank order.
@@ -291,9 +308,14 @@ pub(crate) struct CudaBackend {
 
 impl CudaBackend {
     /// Starts the CUDA thread, which touches no GPU until it is asked to.
-    pub(crate) fn start(config: CudaConfig, world_size: WorldSize) -> std::io::Result<Self> {
+    pub(crate) fn start(
+        config: CudaConfig,
+        topology: TopologyConfig,
+        world_size: WorldSize,
+    ) -> std::io::Result<Self> {
         let devices = Devices {
             config: config.clone(),
+            machine: Machine::new(topology),
             gpus: HashMap::new(),
             imported: HashMap::new(),
         };

@@ -13,7 +13,9 @@ use crate::backend::cuda::window::{Begin, Window};
 use crate::backend::cuda::work::{Part, Site, Work};
 use crate::communicator::Signature;
 use crate::config::{CudaConfig, HostStaged};
+use crate::plan::model::Costs;
 use crate::plan::{GpuLimits, check_algorithm, default_island_size, plan_of_test};
+use crate::topology::Placed;
 use allreduce_contract::cuda::{CudaError, DeviceMemory, wait_flags, write_flags};
 use allreduce_contract::kernel::Instance;
 use allreduce_contract::window::MAX_STREAMS;
@@ -30,9 +32,13 @@ const KERNEL_TIMEOUT: Duration = Duration::from_secs(2);
 const TEST_DEADLINE: Duration = Duration::from_secs(5);
 
 /// What GPUs that passed can take.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Tested {
     pub(crate) limits: GpuLimits,
+    /// How long each algorithm takes on their links; none where nothing connects them: one GPU.
+    pub(crate) costs: Option<Arc<Costs>>,
+    /// What is known of what connects them, for people.
+    pub(crate) topology: String,
     /// What makes them slower than they could be, for people.
     pub(crate) notes: Vec<String>,
 }
@@ -46,6 +52,7 @@ pub(crate) type Verdict = Result<Tested, Failure>;
 pub(crate) fn test(
     windows: &[Arc<Window>],
     config: &CudaConfig,
+    placed: Option<&Placed>,
     epoch: u64,
     timeout: Duration,
 ) -> Verdict {
@@ -76,7 +83,7 @@ pub(crate) fn test(
         })?;
     }
     let apart = find_apart(windows, config)?;
-    let mut notes = Vec::new();
+    let mut notes = placed.map_or_else(Vec::new, |placed| placed.notes.clone());
     match apart {
         None => test_pairs(windows, config)?,
         Some((ranks, reason)) if config.host_staged == HostStaged::Never => {
@@ -98,6 +105,10 @@ pub(crate) fn test(
     }
     let limits = GpuLimits {
         peer_access: apart.is_none(),
+        island_size: placed.map_or_else(
+            || default_island_size(world_size),
+            |placed| placed.island_size(world_size),
+        ),
         ..limits(windows, config).map_err(all)?
     };
     for algorithm in Algorithm::ALL {
@@ -110,7 +121,29 @@ pub(crate) fn test(
         }
     }
     prepare(windows, epoch, timeout, limits).map_err(all)?;
-    Ok(Tested { limits, notes })
+    let costs = placed.map(|placed| {
+        placed.costs(
+            world_size,
+            limits.island_size,
+            limits.gpus,
+            limits.peer_access,
+        )
+    });
+    let (costs, topology) = costs.map_or_else(
+        || {
+            (
+                None,
+                "loopback; algorithms by the table of one GPU".to_owned(),
+            )
+        },
+        |(costs, words)| (Some(Arc::new(costs)), words),
+    );
+    Ok(Tested {
+        limits,
+        costs,
+        topology,
+        notes,
+    })
 }
 
 fn world_size_of(windows: &[Arc<Window>]) -> Result<WorldSize, String> {

@@ -8,7 +8,7 @@ use crate::plan::{Plan, Refusal, Shape, plan};
 use crate::simulate::{self, Fixed};
 use crate::spread::time;
 use crate::workload::Workload;
-use allreduce_contract::{Algorithm, Lane};
+use allreduce_contract::{Algorithm, Backend, Lane};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -80,7 +80,12 @@ impl Split {
 }
 
 /// A reduction's prediction, if there is a model of what it runs.
-fn predicted(asked: &Asked, plan: &Plan, question: Question) -> Option<Split> {
+fn predicted(asked: &Asked, lane: Lane, plan: &Plan, question: Question) -> Option<Split> {
+    match (asked.backend, lane) {
+        (Backend::Cuda, Lane::Rpc | Lane::Delegated | Lane::Resident)
+        | (Backend::Host, Lane::Delegated) => {}
+        (Backend::Host, Lane::Rpc | Lane::Resident) => return None,
+    }
     let len_bytes = question.num_elems * question.dtype.size_bytes() as u64;
     let cost = asked.costs.cost(plan.algorithm, question.dtype);
     (cost != Cost::default()).then(|| split(&cost, len_bytes, plan.launches(question.num_elems)))
@@ -119,7 +124,7 @@ impl Answer {
         let chosen = outcome
             .as_ref()
             .ok()
-            .and_then(|plan| predicted(asked, plan, question));
+            .and_then(|plan| predicted(asked, lane?, plan, question));
         let mut candidates: Vec<Candidate> = Algorithm::ALL
             .into_iter()
             .filter(|algorithm| algorithm.backend() == asked.backend)
@@ -242,7 +247,7 @@ fn candidate(
     let of = outcome
         .as_ref()
         .ok()
-        .and_then(|plan| predicted(asked, plan, question));
+        .and_then(|plan| predicted(asked, lane?, plan, question));
     let gpus = asked.limits.map_or(0, |limits| limits.gpus);
     let tuned = machine
         .tuned

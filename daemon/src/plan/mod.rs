@@ -8,6 +8,8 @@
 
 pub(crate) mod model;
 pub(crate) mod schedule;
+#[cfg(test)]
+mod space;
 pub(crate) mod tuned;
 
 use crate::config::{CudaConfig, Host, HostStaged};
@@ -1085,7 +1087,7 @@ mod tests {
     }
 
     /// Whether a plan can be launched.
-    fn launchable(request: &PlanRequest, plan: &Plan) -> Result<(), TestCaseError> {
+    pub(super) fn launchable(request: &PlanRequest<'_>, plan: &Plan) -> Result<(), TestCaseError> {
         prop_assert_eq!(plan.algorithm.backend(), request.backend);
         prop_assert!(
             request

@@ -138,7 +138,9 @@ impl Costs {
             .filter(|algorithm| {
                 self.fabric != Fabric::NoPeerAccess || *algorithm == Algorithm::HostStaged
             })
-            .map(|algorithm| self.cost(algorithm, dtype).floor_us(len_bytes))
+            .map(|algorithm| self.cost(algorithm, dtype))
+            .filter(|cost| *cost != Cost::default())
+            .map(|cost| cost.floor_us(len_bytes))
             .fold(f64::INFINITY, f64::min)
     }
 }
@@ -149,6 +151,9 @@ fn us_per_byte(gbps: f64) -> f64 {
 }
 
 fn cost(topology: &Topology, placement: &[usize], algorithm: Algorithm, phases: &[Phase]) -> Cost {
+    if algorithm.backend() == Backend::Host {
+        return host_cost(topology, placement.len(), algorithm);
+    }
     let launch = topology.rates().launch_us.unwrap_or(LAUNCH_US);
     let memory = topology
         .rates()
@@ -193,6 +198,41 @@ fn cost(topology: &Topology, placement: &[usize], algorithm: Algorithm, phases: 
         cost.reduce_us_per_byte += phase.local * us_per_byte(memory);
     }
     cost
+}
+
+/// Ranks that reduce in shared memory themselves, each on a core of its own (lane delegated): nothing is predicted of other
+/// lanes of the host, and nothing without the rates that `probe` measures.
+fn host_cost(topology: &Topology, world_size: usize, algorithm: Algorithm) -> Cost {
+    let rates = topology.rates();
+    let (Some(copy_gbps), Some(flag_us)) = (rates.core_copy_gbps, rates.core_flag_us) else {
+        return Cost::default();
+    };
+    let ranks = world_size.max(1) as f64;
+    // Copies of the tensor that move as many bytes: reducing N tensors to one moves N + 1, a copy 2. And exchanges.
+    let (copies, exchanges) = match algorithm {
+        // To the staging, then all stagings to the destination; entries, and the end.
+        Algorithm::OneShot => (1.0 + (ranks + 1.0) / 2.0, 2.0),
+        // A slice of all, then the other slices; entries, results, and the end.
+        Algorithm::TwoShot => ((ranks + 1.0) / 2.0 / ranks + (ranks - 1.0) / ranks, 3.0),
+        Algorithm::OneShotChunked
+        | Algorithm::OneShotPush
+        | Algorithm::OneShotPull
+        | Algorithm::OneShotPullInband
+        | Algorithm::TwoShotPush
+        | Algorithm::TwoShotPull
+        | Algorithm::TwoShotPullInband
+        | Algorithm::Hierarchical
+        | Algorithm::HostStaged
+        | Algorithm::CopyEngineRing => return Cost::default(),
+    };
+    let slope = copies * us_per_byte(copy_gbps);
+    Cost {
+        launch_us: 0.0,
+        hops_us: exchanges * flag_us,
+        wire_us_per_byte: 0.0,
+        reduce_us_per_byte: slope,
+        floor_us_per_byte: slope,
+    }
 }
 
 /// The longest one-way trip of a phase.

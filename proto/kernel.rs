@@ -30,12 +30,13 @@ pub const MAIN_SOURCE: (&str, &str) = source!("all_reduce.cu");
 
 /// Its headers, by the names it includes them with. They include nothing else.
 #[cfg(feature = "kernels")]
-pub const HEADERS: [(&str, &str); 7] = [
+pub const HEADERS: [(&str, &str); 8] = [
     source!("abi.h"),
     source!("mem.cuh"),
     source!("num.cuh"),
     source!("protocol.cuh"),
     source!("one_shot.cuh"),
+    source!("probe.cuh"),
     source!("resident.cuh"),
     source!("two_shot.cuh"),
 ];

@@ -6,7 +6,7 @@
 use crate::backend::Fault;
 use crate::config::{Config, ConfigError, ENV_CONFIG, ENV_SOCKET, Flags};
 use crate::supervisor::Private;
-use crate::{bench, demo, executor, log, status, supervisor};
+use crate::{bench, demo, executor, log, probe, status, supervisor};
 use allreduce_contract::default_socket;
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
@@ -33,6 +33,8 @@ enum Command {
     Demo(demo::Arguments),
     /// Measure lanes, sizes and peers.
     Bench(bench::Arguments),
+    /// Measure what connects the GPUs of this machine, and check that their data arrive.
+    Probe(probe::Arguments),
     /// Show what a running daemon does.
     Status(StatusArguments),
     /// Check a configuration file; exit code 78 if it is wrong.
@@ -53,6 +55,9 @@ enum Command {
     /// One process of `bench`; started by it.
     #[command(hide = true)]
     BenchPeer,
+    /// One process of `probe`; started by it.
+    #[command(hide = true)]
+    ProbeWorker,
 }
 
 #[derive(Debug, clap::Args)]
@@ -156,6 +161,8 @@ fn run(arguments: Arguments) -> ExitCode {
         Command::DemoWorker => demo::run_worker(),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::BenchPeer => bench::run_peer(),
+        Command::Probe(arguments) => probe::run(&arguments),
+        Command::ProbeWorker => probe::run_worker(),
     }
 }
 

@@ -1,6 +1,6 @@
 //! The daemon of allreduced: supervisor, executors and command line in one binary.
 //!
-//! Arrows: `cli` -> {`supervisor`, `executor`, `demo`, `bench`, `status`}; `rpc` -> `executor::task` ->
+//! Arrows: `cli` -> {`supervisor`, `executor`, `demo`, `bench`, `probe`, `status`}; `rpc` -> `executor::task` ->
 //! `communicator` -> `plan`; `executor::task` -> `backend`. Never back, and no tonic type below `rpc`.
 
 mod backend;
@@ -18,11 +18,14 @@ mod listen;
 mod log;
 mod plan;
 pub mod private;
+mod probe;
 mod random;
 mod rpc;
 mod spread;
 mod status;
 mod supervisor;
+#[allow(dead_code, unused_imports)]
+// load, presets and costs: the executor and explain are to use them
 mod topology;
 mod wire;
 mod workload;

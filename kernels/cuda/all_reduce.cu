@@ -3,6 +3,7 @@
 // World: n2, n4, n8 for exactly that many ranks; w4, w8, w16 for any number up to that. Take n<N> where
 // it exists, else the smallest w. One parameter, a Launch by value. Launch shape, limits and guarantees:
 // one_shot.cuh, two_shot.cuh. Dynamic shared memory: 0.
+#include "probe.cuh"
 #include "resident.cuh"
 #include "two_shot.cuh"
 
@@ -142,5 +143,16 @@ AR_DTYPES(two_shot_push)
 AR_DTYPES(two_shot_pull)
 AR_DTYPES(two_shot_pull_inband)
 #endif
+
+// For `allreduced probe`: see probe.cuh.
+extern "C" __global__ void __launch_bounds__(512) allreduced_probe_copy(const unsigned long long dst, const unsigned long long src,
+                                                                        const unsigned long long packs, const unsigned passes) {
+    allreduced::probe_copy(dst, src, packs, passes);
+}
+extern "C" __global__ void __launch_bounds__(32)
+    allreduced_probe_flag(const unsigned long long mine, const unsigned long long peers, const unsigned long long result,
+                          const unsigned rounds, const unsigned answers, const unsigned long long limit_ns) {
+    allreduced::probe_flag(mine, peers, result, rounds, answers != 0, limit_ns);
+}
 
 #endif

@@ -19,7 +19,7 @@ mod nvml;
 mod preset;
 mod sysfs;
 
-pub(crate) use discover::{DiscoverError, discover};
+pub(crate) use discover::{DiscoverError, discover, discover_listed};
 pub(crate) use file::FileError;
 pub(crate) use found::Discovered;
 pub(crate) use load::{LoadError, load};

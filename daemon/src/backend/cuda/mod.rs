@@ -17,6 +17,7 @@ mod resident;
 mod test;
 mod window;
 
+pub(crate) use gpu::probe_kernels;
 pub(crate) use lane::{EpochLane, LaneSpec, LaneWindow};
 pub(crate) use resident::{ResidentShape, RingMemory};
 pub(crate) use test::{Verdict, test};

@@ -214,13 +214,21 @@ fn find(
             gpus.map(|gpu| (gpu.uuid.as_str(), gpu.product.as_str(), gpu.bus_id.as_str())),
         )
     };
+    let is_shown = |of: Option<&String>| visible.iter().any(|shown| Some(&shown.uuid) == of);
     let mut discovered = match discover(timeout) {
-        Ok(discovered) if discovered.description.gpus.is_empty() => {
-            let mut by_cuda = listed();
-            by_cuda.hints.extend(discovered.hints);
-            by_cuda
+        // Also where CUDA shows something else than NVML, such as MIG instances.
+        Ok(discovered) => {
+            let mut gpus = discovered.description.gpus.iter();
+            match gpus.any(|gpu| is_shown(gpu.uuid.as_ref())) {
+                true => discovered,
+                false => {
+                    let mut by_cuda = listed();
+                    by_cuda.hints.extend(discovered.hints);
+                    by_cuda.driver = discovered.driver;
+                    by_cuda
+                }
+            }
         }
-        Ok(discovered) => discovered,
         Err(error) => {
             let mut by_cuda = listed();
             by_cuda.hints.push(error.to_string());
@@ -229,11 +237,9 @@ fn find(
     };
     let mut is_visible = Vec::new();
     for gpu in &discovered.description.gpus {
-        let shown = visible
-            .iter()
-            .any(|shown| Some(&shown.uuid) == gpu.uuid.as_ref());
-        is_visible.push(shown);
-        if !shown {
+        let is_shown = is_shown(gpu.uuid.as_ref());
+        is_visible.push(is_shown);
+        if !is_shown {
             discovered.hints.push(format!(
                 "{} is not measured: CUDA does not show it to this process (CUDA_VISIBLE_DEVICES, MIG)",
                 gpu.name

@@ -53,7 +53,7 @@ pub(crate) fn discover_listed<'a>(
                 ..FoundGpu::default()
             })
             .collect(),
-        trouble: vec!["NVML says nothing: NVLink is not seen, PCIe is what sysfs shows".to_owned()],
+        trouble: vec!["NVML does not show the GPUs that CUDA shows: NVLink is not seen, PCIe is what sysfs shows".to_owned()],
         ..Found::default()
     };
     sysfs::add(Path::new(SYSFS), &mut found);

@@ -62,9 +62,16 @@ impl Topology {
             path: path.to_owned(),
             source,
         };
-        let len_bytes = std::fs::metadata(path).map_err(unreadable)?.len();
-        if len_bytes > MAX_LEN_BYTES {
-            let reason = format!("{len_bytes} bytes are more than a topology has");
+        let found = std::fs::metadata(path).map_err(unreadable)?;
+        let refused = match (found.is_file(), found.len()) {
+            // A pipe or a device may never end.
+            (false, _) => Some("is no regular file".to_owned()),
+            (true, len_bytes) if len_bytes > MAX_LEN_BYTES => {
+                Some(format!("{len_bytes} bytes are more than a topology has"))
+            }
+            (true, _) => None,
+        };
+        if let Some(reason) = refused {
             return Err(unreadable(std::io::Error::other(reason)));
         }
         let text = std::fs::read_to_string(path).map_err(unreadable)?;
@@ -405,10 +412,10 @@ pcie = { generation = 5, width = 16 }
                 .starts_with("/nowhere/topology.toml: cannot be read: "),
             "{missing}"
         );
-        assert!(matches!(
-            Topology::read(Path::new("/proc")),
-            Err(FileError::Unreadable { .. })
-        ));
+        for no_file in ["/proc", "/dev/zero"] {
+            let error = Topology::read(Path::new(no_file)).unwrap_err();
+            assert!(error.to_string().ends_with("is no regular file"), "{error}");
+        }
         let written = Description::default().write(Path::new("/nowhere/topology.toml"));
         assert!(matches!(written, Err(FileError::Unwritable { .. })));
     }

@@ -30,12 +30,13 @@ pub const MAIN_SOURCE: (&str, &str) = source!("all_reduce.cu");
 
 /// Its headers, by the names it includes them with. They include nothing else.
 #[cfg(feature = "kernels")]
-pub const HEADERS: [(&str, &str); 9] = [
+pub const HEADERS: [(&str, &str); 10] = [
     source!("abi.h"),
     source!("mem.cuh"),
     source!("num.cuh"),
     source!("protocol.cuh"),
     source!("one_shot.cuh"),
+    source!("probe.cuh"),
     source!("two_shot.cuh"),
     source!("hierarchical.cuh"),
     source!("reduce_copied.cuh"),

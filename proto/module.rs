@@ -5,7 +5,7 @@
 //! once, since they wait for each other.
 #![allow(unsafe_code)] // room: CUDA bindings
 
-use crate::cuda::{Context, CudaError, Entered, check};
+use crate::cuda::{Context, CudaError, DevicePtr, Entered, check};
 use crate::kernel::{
     Call, Instance, Launch, REDUCE_COPIED_THREADS, ReduceCopied, ResidentLaunch, RingLaunch,
     SERVICE_THREADS, algorithm_name, dtype_name,
@@ -447,4 +447,123 @@ fn occupancy(context: &Context, function: sys::CUfunction, threads: u32) -> Resu
         )
     })?;
     Ok(u32::try_from(blocks).unwrap_or(0))
+}
+
+/// A copy of [`ProbeKernels`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProbeCopy {
+    /// To where; aligned to 16 bytes.
+    pub dst: DevicePtr,
+    /// From where; aligned to 16 bytes.
+    pub src: DevicePtr,
+    /// Units of 16 bytes.
+    pub packs: u64,
+    /// How often, within the launch.
+    pub passes: u32,
+    /// Blocks of 512 threads.
+    pub blocks: u32,
+}
+
+/// One role of a flag's round trips.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProbeFlag {
+    /// The word that this role polls, 8 bytes, zero before.
+    pub mine: DevicePtr,
+    /// The word that it writes: what the other role polls.
+    pub peers: DevicePtr,
+    /// Two u64 for {rounds done, nanoseconds of all but the first}.
+    pub result: DevicePtr,
+    /// Round trips.
+    pub rounds: u32,
+    /// Whether this role answers, instead of asking.
+    pub answers: bool,
+    /// After which it ends whatever happened.
+    pub limit_ns: u64,
+}
+
+/// The kernels of `allreduced probe`, in one context (kernels/cuda/probe.cuh).
+#[derive(Debug)]
+pub struct ProbeKernels {
+    copy: sys::CUfunction,
+    flag: sys::CUfunction,
+    _module: Module,
+}
+
+impl ProbeKernels {
+    /// Loads an image, eagerly.
+    ///
+    /// # Errors
+    /// [`CudaError`]: the image is not for this GPU, or lacks a kernel.
+    pub fn load(context: &Arc<Context>, image: &[u8]) -> Result<Self, CudaError> {
+        let module = Module::load(context, image)?;
+        let copy = module.function("allreduced_probe_copy")?;
+        let flag = module.function("allreduced_probe_flag")?;
+        occupancy(context, copy, 512)?;
+        occupancy(context, flag, 32)?;
+        Ok(Self {
+            copy,
+            flag,
+            _module: module,
+        })
+    }
+
+    /// Enqueues a copy.
+    ///
+    /// # Safety
+    /// `entered` is of the context that the kernels were loaded in, `stream` a live stream of it. Both ranges are mapped
+    /// there, do not overlap, and are used by nothing else until the stream has done it.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn launch_copy(
+        &self,
+        _entered: &Entered<'_>,
+        stream: *mut c_void,
+        mut copy: ProbeCopy,
+    ) -> Result<(), CudaError> {
+        let mut parameters = [
+            (&raw mut copy.dst).cast(),
+            (&raw mut copy.src).cast(),
+            (&raw mut copy.packs).cast(),
+            (&raw mut copy.passes).cast(),
+        ];
+        // SAFETY: the function takes three u64 and one u32, which are copied during the call; the rest is the caller's.
+        unsafe {
+            launch_kernel(
+                self.copy,
+                stream,
+                (copy.blocks, 1),
+                512,
+                false,
+                &mut parameters,
+            )
+        }
+    }
+
+    /// Enqueues one role of round trips. It waits for the other role, which must be able to run at the same time.
+    ///
+    /// # Safety
+    /// As [`Self::launch_copy`], for the three places.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn launch_flag(
+        &self,
+        _entered: &Entered<'_>,
+        stream: *mut c_void,
+        mut flag: ProbeFlag,
+    ) -> Result<(), CudaError> {
+        let mut answers = u32::from(flag.answers);
+        let mut parameters = [
+            (&raw mut flag.mine).cast(),
+            (&raw mut flag.peers).cast(),
+            (&raw mut flag.result).cast(),
+            (&raw mut flag.rounds).cast(),
+            (&raw mut answers).cast(),
+            (&raw mut flag.limit_ns).cast(),
+        ];
+        // SAFETY: the function takes three u64, two u32 and a u64, which are copied during the call; the rest is the
+        // caller's.
+        unsafe { launch_kernel(self.flag, stream, (1, 1), 32, false, &mut parameters) }
+    }
 }

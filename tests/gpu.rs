@@ -32,6 +32,8 @@ mod nvrtc;
 mod observe;
 #[path = "gpu/order.rs"]
 mod order;
+#[path = "gpu/probe.rs"]
+mod probe;
 #[path = "gpu/rank.rs"]
 mod rank;
 #[path = "gpu/raw.rs"]

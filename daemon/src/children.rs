@@ -1,8 +1,8 @@
-//! Worker processes of `demo` and `bench`: started from this executable, told one line, heard line by
+//! Worker processes of `demo`, `bench` and `probe`: started from this executable, told one line, heard line by
 //! line.
 //!
 //! Owns the processes: dropping [`Children`] ends their standard input, and kills what runs on. Refuses
-//! to wait for ever.
+//! to wait for ever, also for one that cannot be killed.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -13,6 +13,9 @@ use std::time::{Duration, Instant};
 
 /// How long children may take to end after their input did.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long the kernel may take to end one that was killed.
+const REAP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why children do not do what they should.
 #[derive(Debug, thiserror::Error)]
@@ -100,18 +103,36 @@ impl<M: DeserializeOwned> Children<M> {
     }
 }
 
+impl<M> Children<M> {
+    /// Ends all at once, for one that hangs: none gets time to leave.
+    pub(crate) fn kill(mut self) {
+        for child in &mut self.children {
+            // No effect on one that has exited.
+            let _ = child.kill();
+        }
+    }
+}
+
 impl<M> Drop for Children<M> {
     fn drop(&mut self) {
         // Who waits for the end of its input leaves in peace.
         self.lifetimes.clear();
         let deadline = Instant::now() + LEAVE_TIMEOUT;
         for child in &mut self.children {
-            while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline {
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            wait_until(child, deadline);
             // No effect on one that has exited.
             let _ = child.kill();
-            let _ = child.wait();
         }
+        // A process that a driver holds in the kernel does not even die; waiting for it would hang this one too.
+        let deadline = Instant::now() + REAP_TIMEOUT;
+        for child in &mut self.children {
+            wait_until(child, deadline);
+        }
+    }
+}
+
+fn wait_until(child: &mut Child, deadline: Instant) {
+    while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -6,7 +6,7 @@
 use crate::backend::Fault;
 use crate::config::{Config, ConfigError, ENV_CONFIG, ENV_SOCKET, Flags};
 use crate::supervisor::Private;
-use crate::{bench, demo, executor, explain, log, status, supervisor, tune};
+use crate::{bench, demo, executor, explain, log, probe, status, supervisor, tune};
 use allreduce_contract::default_socket;
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
@@ -37,6 +37,8 @@ enum Command {
     Explain(explain::Arguments),
     /// Measure which algorithm is the fastest here, for `serve` to use.
     Tune(tune::Arguments),
+    /// Measure what connects the GPUs of this machine, and check that their data arrive.
+    Probe(probe::Arguments),
     /// Show what a running daemon does.
     Status(StatusArguments),
     /// Check a configuration file; exit code 78 if it is wrong.
@@ -60,6 +62,9 @@ enum Command {
     /// One process of `bench`; started by it.
     #[command(hide = true)]
     BenchPeer,
+    /// One process of `probe`; started by it.
+    #[command(hide = true)]
+    ProbeWorker,
 }
 
 #[derive(Debug, clap::Args)]
@@ -166,6 +171,8 @@ fn run(arguments: Arguments) -> ExitCode {
         Command::DemoWorker => demo::run_worker(),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::BenchPeer => bench::run_peer(),
+        Command::Probe(arguments) => probe::run(&arguments),
+        Command::ProbeWorker => probe::run_worker(),
     }
 }
 

@@ -21,6 +21,8 @@ pub(crate) enum DeviceError {
     Unavailable(#[from] Unavailable),
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    #[error("CUDA shows no GPU {0} to this process (CUDA_VISIBLE_DEVICES)")]
+    NotVisible(String),
 }
 
 /// Whether the GPU kernels reduce this.
@@ -45,6 +47,15 @@ pub(crate) fn of_rank(backend: Option<Backend>, rank: u32) -> Result<Option<Devi
     }
     let index = rank as usize % devices.len();
     Ok(Some(devices.swap_remove(index)))
+}
+
+/// The device of that UUID.
+pub(crate) fn of_uuid(uuid: &str) -> Result<Device, DeviceError> {
+    let devices = Driver::get()?.devices()?;
+    devices
+        .into_iter()
+        .find(|device| device.uuid() == uuid)
+        .ok_or_else(|| DeviceError::NotVisible(uuid.to_owned()))
 }
 
 /// A worker's stream.

@@ -1,6 +1,6 @@
 //! The daemon of allreduced: supervisor, executors and command line in one binary.
 //!
-//! Arrows: `cli` -> {`supervisor`, `executor`, `demo`, `bench`, `status`}; `rpc` -> `executor::task` ->
+//! Arrows: `cli` -> {`supervisor`, `executor`, `demo`, `bench`, `probe`, `status`}; `rpc` -> `executor::task` ->
 //! `communicator` -> `plan`; `executor::task` -> `backend`. Never back, and no tonic type below `rpc`.
 
 mod backend;
@@ -21,9 +21,9 @@ mod log;
 pub mod measure;
 mod plan;
 pub mod private;
+mod probe;
 mod random;
 mod rpc;
-#[allow(dead_code)] // used by explain
 mod simulate;
 mod spread;
 mod status;

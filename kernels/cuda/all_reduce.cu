@@ -4,6 +4,7 @@
 // it exists, else the smallest w. One parameter, a Launch by value. Launch shape, limits and guarantees:
 // one_shot.cuh, two_shot.cuh, hierarchical.cuh. allreduced_reduce_copied_<dtype>: reduce_copied.cuh. Dynamic shared memory: 0.
 #include "hierarchical.cuh"
+#include "probe.cuh"
 #include "reduce_copied.cuh"
 #include "resident.cuh"
 
@@ -160,5 +161,16 @@ AR_DTYPES(two_shot_pull)
 AR_DTYPES(two_shot_pull_inband)
 AR_DTYPES(hierarchical)
 #endif
+
+// For `allreduced probe`: see probe.cuh.
+extern "C" __global__ void __launch_bounds__(512) allreduced_probe_copy(const unsigned long long dst, const unsigned long long src,
+                                                                        const unsigned long long packs, const unsigned passes) {
+    allreduced::probe_copy(dst, src, packs, passes);
+}
+extern "C" __global__ void __launch_bounds__(32)
+    allreduced_probe_flag(const unsigned long long mine, const unsigned long long peers, const unsigned long long result,
+                          const unsigned rounds, const unsigned answers, const unsigned long long limit_ns) {
+    allreduced::probe_flag(mine, peers, result, rounds, answers != 0, limit_ns);
+}
 
 #endif

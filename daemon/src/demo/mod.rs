@@ -73,7 +73,7 @@ pub(crate) struct Arguments {
 
 /// Why the demo has no result.
 #[derive(Debug, thiserror::Error)]
-enum DemoError {
+pub(crate) enum DemoError {
     #[error(transparent)]
     Workload(#[from] WorkloadError),
     #[error(transparent)]
@@ -183,6 +183,7 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, DemoError> {
             rank: rank.get(),
             world_size: world_size.get(),
             backend: backend.map(|backend| backend.to_string()),
+            device: None,
             lane: lane.map(|lane| lane.to_string()),
             steps,
             seed: u64::from(std::process::id()),
@@ -192,20 +193,68 @@ fn try_run(arguments: &Arguments) -> Result<Outcome, DemoError> {
     let total = steps * workload.reductions.len() as u64;
     let progress = progress(total, arguments.json);
     let mut tally = Tally::new(world_size.as_usize());
-    {
-        let workers = Children::<Report>::start("demo-worker", &specs)?;
-        while !tally.all_done() {
-            match workers.next(SILENCE)? {
-                Ok((rank, report)) => tally.absorb(rank, report),
-                Err(rank) if tally.is_done(rank) => {}
-                Err(rank) => return Err(ChildError::Ended(rank).into()),
-            }
-            progress.set_position(tally.progress());
-        }
-    }
+    hear(&specs, &mut tally, SILENCE, |done| {
+        progress.set_position(done);
+    })?;
     progress.finish_and_clear();
     let (backend_reason, stats) = ask_stats(daemon.socket()).map_err(DemoError::Stats)?;
     Ok(tally.outcome(world_size.get(), steps, &workload, backend_reason, &stats))
+}
+
+/// Runs the workers and hears them to the end.
+fn hear(
+    specs: &[WorkerSpec],
+    tally: &mut Tally,
+    silence: Duration,
+    progress: impl Fn(u64),
+) -> Result<(), ChildError> {
+    let workers = Children::<Report>::start("demo-worker", specs)?;
+    while !tally.all_done() {
+        match workers.next(silence)? {
+            Ok((rank, report)) => tally.absorb(rank, report),
+            Err(rank) if tally.is_done(rank) => {}
+            Err(rank) => return Err(ChildError::Ended(rank)),
+        }
+        progress(tally.progress());
+    }
+    Ok(())
+}
+
+/// What two workers have reduced, and how much of it is right.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Checked {
+    pub(crate) reductions: u64,
+    pub(crate) verified: u64,
+}
+
+/// Has two workers on two GPUs (or one) reduce through a private daemon, and compares every bit: for `probe`. `silence` is how
+/// long both may say nothing.
+pub(crate) fn check_pair(devices: [&str; 2], silence: Duration) -> Result<Checked, DemoError> {
+    let daemon = PrivateDaemon::start_own(&[])?;
+    let workload = Workload::find(workload::DEFAULT)?;
+    let world_size = WorldSize::new(2)?;
+    let specs: Vec<WorkerSpec> = world_size
+        .ranks()
+        .zip(devices)
+        .map(|(rank, device)| WorkerSpec {
+            socket: daemon.socket().to_owned(),
+            communicator: COMMUNICATOR.to_owned(),
+            rank: rank.get(),
+            world_size: world_size.get(),
+            backend: Some(Backend::Cuda.to_string()),
+            device: Some(device.to_owned()),
+            lane: None,
+            steps: 1,
+            seed: u64::from(std::process::id()),
+            reductions: wire_reductions(&workload),
+        })
+        .collect();
+    let mut tally = Tally::new(world_size.as_usize());
+    hear(&specs, &mut tally, silence, |_| ())?;
+    Ok(Checked {
+        reductions: workload.reductions.len() as u64,
+        verified: tally.verified(),
+    })
 }
 
 fn progress(total: u64, quiet: bool) -> ProgressBar {

@@ -33,7 +33,7 @@ pub(crate) struct Rank<'a> {
 }
 
 /// A tensor of the worker's.
-enum Tensor<T: Sample> {
+pub(crate) enum Tensor<T: Sample> {
     /// In shared memory.
     Host(Buffer<T>),
     /// In GPU memory, with what it holds (or is to hold) on the host.

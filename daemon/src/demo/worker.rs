@@ -28,6 +28,9 @@ pub(crate) struct WorkerSpec {
     pub(crate) rank: u32,
     pub(crate) world_size: u32,
     pub(crate) backend: Option<String>,
+    /// Its GPU, by UUID; dealt out by rank if none is named.
+    #[serde(default)]
+    pub(crate) device: Option<String>,
     pub(crate) lane: Option<String>,
     pub(crate) steps: u64,
     pub(crate) seed: u64,
@@ -146,7 +149,10 @@ pub(crate) fn run() -> Result<(), WorkerError> {
     if let Some(backend) = backend {
         options = options.backend(backend);
     }
-    let device = device::of_rank(backend, spec.rank)?;
+    let device = match &spec.device {
+        Some(uuid) => Some(device::of_uuid(uuid)?),
+        None => device::of_rank(backend, spec.rank)?,
+    };
     if let Some(device) = &device {
         options = options.device(device.clone());
     }

@@ -2,9 +2,9 @@
 //!
 //! Owns the sweep, its table and its JSON form; the picture is drawn by [`crate::simulate::plot`]. Called by `explain`.
 
-use crate::explain::{Machine, Question};
+use crate::explain::{Asked, Machine, Question};
 use crate::plan::plan;
-use crate::simulate::plot::map_svg;
+use crate::simulate::plot::{lines_svg, map_svg};
 use allreduce_contract::{Algorithm, Dtype, Lane, MAX_WORLD_SIZE, Op, WorldSize};
 use serde::Serialize;
 use std::fmt::Write;
@@ -169,6 +169,28 @@ impl Map {
             chosen(world_size, bytes).unwrap_or(fallback)
         })
     }
+}
+
+/// Latency over size of one communicator, a line for each algorithm that it can have.
+pub(crate) fn lines(machine: &Machine, asked: &Asked, question: Question) -> Option<String> {
+    let lane = asked.lane.as_ref().ok()?.lane;
+    let Question { dtype, op, .. } = question;
+    let title = format!(
+        "{}, {} ranks, lane {lane}, {dtype} {op}",
+        machine.topology.name(),
+        asked.world_size
+    );
+    let sizes: Vec<usize> = BITS.map(|bits| 1 << bits).collect();
+    lines_svg(&title, &Algorithm::ALL, &sizes, &|algorithm, bytes| {
+        let question = Question {
+            num_elems: (bytes / dtype.size_bytes()) as u64,
+            dtype,
+            op,
+        };
+        let plan = plan(asked.request(lane, question, Some(algorithm))).ok()?;
+        let cost = asked.costs.cost(algorithm, dtype);
+        Some(cost.us_in_launches(bytes as u64, plan.launches(question.num_elems)))
+    })
 }
 
 /// A size in words.

@@ -19,7 +19,7 @@ use allreduce_contract::{
     Algorithm, Backend, BadWorldSize, Dtype, Lane, MAX_WORLD_SIZE, Op, WorldSize,
 };
 use answer::Answer;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Arguments of `explain`.
@@ -52,8 +52,8 @@ pub(crate) struct Arguments {
     /// The algorithm for every world size and size instead of one.
     #[arg(long, conflicts_with_all = ["world_size", "bytes", "simulate"])]
     sweep: bool,
-    /// With --sweep: draw the map (SVG).
-    #[arg(long, value_name = "FILE", requires = "sweep")]
+    /// Draw (SVG): the predicted latency of every algorithm over size; with --sweep the map of algorithms.
+    #[arg(long, value_name = "FILE", conflicts_with = "simulate")]
     plot: Option<PathBuf>,
     /// Replay a workload's step on a model of the links that flows share, for every algorithm.
     #[arg(long)]
@@ -77,7 +77,7 @@ enum ExplainError {
     #[error("{path}: {error}")]
     Write { path: String, error: std::io::Error },
     #[error(
-        "there is no map to draw: the lane or the operator is refused (leave --plot out to see why)"
+        "there is nothing to draw: everything is refused, or nothing is predicted (leave --plot out to see why)"
     )]
     NoMap,
     #[error(transparent)]
@@ -211,14 +211,7 @@ fn explain(arguments: &Arguments) -> Result<String, ExplainError> {
     };
     if arguments.sweep {
         let map = map::sweep(&machine, arguments.lane.0, arguments.dtype, arguments.op);
-        if let Some(path) = &arguments.plot {
-            let picture = map.svg().ok_or(ExplainError::NoMap)?;
-            let write = std::fs::write(path, picture);
-            write.map_err(|error| ExplainError::Write {
-                path: path.display().to_string(),
-                error,
-            })?;
-        }
+        draw(arguments.plot.as_deref(), || map.svg())?;
         return Ok(match arguments.json {
             true => json(&map)?,
             false => map.table(),
@@ -243,9 +236,23 @@ fn explain(arguments: &Arguments) -> Result<String, ExplainError> {
         op: spec.op,
     };
     let answer = Answer::to(&machine, &asked, question);
+    draw(arguments.plot.as_deref(), || {
+        map::lines(&machine, &asked, question)
+    })?;
     Ok(match arguments.json {
         true => json(&answer)?,
         false => answer.text(),
+    })
+}
+
+fn draw(path: Option<&Path>, picture: impl FnOnce() -> Option<String>) -> Result<(), ExplainError> {
+    let Some(path) = path else {
+        return Ok(());
+    };
+    let picture = picture().ok_or(ExplainError::NoMap)?;
+    std::fs::write(path, picture).map_err(|error| ExplainError::Write {
+        path: path.display().to_string(),
+        error,
     })
 }
 

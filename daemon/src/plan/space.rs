@@ -7,7 +7,7 @@ use crate::config::{Config, CudaConfig, HostStaged};
 use crate::explain::{Asked, Machine, Question};
 use crate::plan::tests::launchable;
 use crate::plan::{Refusal, plan};
-use crate::topology::{Description, PRESETS, Topology, preset};
+use crate::topology::{Description, Fabric, NvLink, NvLinkPair, PRESETS, Topology, preset};
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, Op, WorldSize};
 use std::collections::BTreeSet;
 
@@ -34,6 +34,15 @@ fn machines() -> Vec<Machine> {
         .collect();
     machines.push(machine(described(PRESETS[0].0), HostStaged::Always));
     machines.push(machine(described("4090x4-nop2p"), HostStaged::Never));
+    let mut bridged = described("l40sx8-gen4").description().clone();
+    bridged.nvlink = Some(NvLink {
+        switch_gbps: None,
+        pairs: vec![NvLinkPair {
+            gpus: ["gpu0".to_owned(), "gpu1".to_owned()],
+            gbps: 50.0,
+        }],
+    });
+    machines.push(machine(Topology::new(bridged).unwrap(), HostStaged::Auto));
     let mut alone = described(PRESETS[0].0).description().clone();
     alone.gpus.truncate(1);
     machines.push(machine(Topology::new(alone).unwrap(), HostStaged::Auto));
@@ -132,6 +141,7 @@ impl Walk<'_> {
 fn every_point_of_every_machine_is_a_plan_or_a_reasoned_refusal() {
     let (mut points, mut plans) = (0, 0);
     let mut seen: BTreeSet<Algorithm> = BTreeSet::new();
+    let mut fabrics: BTreeSet<&str> = BTreeSet::new();
     for machine in machines() {
         for world_size in (1..=16).map(|ranks| WorldSize::new(ranks).unwrap()) {
             for lane in Lane::ALL {
@@ -155,6 +165,7 @@ fn every_point_of_every_machine_is_a_plan_or_a_reasoned_refusal() {
                     };
                     seen.extend(walk.at(question));
                 }
+                fabrics.insert(asked.costs.fabric.name());
                 points += walk.points;
                 plans += walk.plans;
                 // A lane that is refused as a whole says why, and one that is not has plans.
@@ -169,6 +180,8 @@ fn every_point_of_every_machine_is_a_plan_or_a_reasoned_refusal() {
         }
     }
     assert!(plans > points / 4, "{plans} of {points}");
+    let all: BTreeSet<&str> = Fabric::ALL.iter().map(|fabric| fabric.name()).collect();
+    assert_eq!(fabrics, all);
     // What nobody would ever be given is dead.
     let never: Vec<Algorithm> = Algorithm::ALL
         .into_iter()

@@ -1,6 +1,6 @@
 //! The simulation: how long a reduction takes on a machine that need not be there.
 //!
-//! Owns [`reduce`] and [`workload`]: the flows of a schedule share the links of a topology in time, and each rank goes to its
+//! Owns [`reduce`]: the flows of a schedule share the links of a topology in time, and each rank goes to its
 //! next phase when its own bytes are there. Called by `explain`. Refuses to decide what is best, to look at a machine or
 //! a clock, and to answer for what it cannot run ([`NotSimulated`]). docs/design-notes/simulation.md says what is assumed and
 //! what is left out.
@@ -14,11 +14,9 @@ mod tests;
 use crate::plan::model;
 use crate::plan::schedule::{Flow, Phase, Place, schedule};
 use crate::topology::{Access, Fabric, Topology};
-use crate::workload::{ReductionSpec, Workload};
-use allreduce_contract::{Algorithm, Backend, Dtype, MAX_WORLD_SIZE};
+use allreduce_contract::{Algorithm, Backend, MAX_WORLD_SIZE};
 use engine::Job;
 use routes::Routes;
-use std::collections::BTreeMap;
 
 /// Times that do not depend on bytes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -286,72 +284,4 @@ fn hop_us(topology: &Topology, placement: &[usize], flow: &Flow, fixed: Fixed) -
         (Place::Host, _) | (_, Place::Host) => fixed.host_flag_us,
     };
     flag_us + fixed.hop_us
-}
-
-/// What a step of a workload did.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Step {
-    /// All its reductions, one after the other.
-    pub(crate) us: f64,
-    /// By kind of reduction: what each of that kind did.
-    pub(crate) kinds: Vec<Kind>,
-}
-
-/// Reductions of a step that are alike.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Kind {
-    /// What is reduced.
-    pub(crate) spec: ReductionSpec,
-    /// How many there are.
-    pub(crate) count: usize,
-    /// By which algorithm.
-    pub(crate) algorithm: Algorithm,
-    /// Ranks in an island.
-    pub(crate) island_size: usize,
-    /// One of them.
-    pub(crate) simulated: Simulated,
-}
-
-/// One step of a workload: a model waits for each reduction before the next. `choose`: algorithm and island size, by bytes of a
-/// rank's tensor and type.
-///
-/// # Errors
-/// [`NotSimulated`].
-pub(crate) fn workload(
-    topology: &Topology,
-    placement: &[usize],
-    workload: &Workload,
-    choose: &dyn Fn(usize, Dtype) -> (Algorithm, usize),
-) -> Result<Step, NotSimulated> {
-    let mut counts: BTreeMap<ReductionSpec, usize> = BTreeMap::new();
-    for spec in &workload.reductions {
-        *counts.entry(*spec).or_default() += 1;
-    }
-    let fixed = Fixed::of(topology);
-    let mut kinds = Vec::new();
-    for (spec, count) in counts {
-        let (algorithm, island_size) = choose(spec.len_bytes(), spec.dtype);
-        kinds.push(Kind {
-            spec,
-            count,
-            algorithm,
-            island_size,
-            simulated: reduce(
-                topology,
-                placement,
-                algorithm,
-                spec.dtype.size_bytes(),
-                island_size,
-                spec.len_bytes(),
-                fixed,
-            )?,
-        });
-    }
-    let us = kinds
-        .iter()
-        .map(|kind| kind.simulated.us * kind.count as f64);
-    Ok(Step {
-        us: us.sum(),
-        kinds,
-    })
 }

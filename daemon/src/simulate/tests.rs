@@ -13,6 +13,7 @@ use crate::plan::model::Costs;
 use crate::topology::{
     Description, Gpu, InterSocket, NvLink, Pair, Pcie, Rates, Root, SCHEMA_VERSION, Socket, Switch,
 };
+use allreduce_contract::Dtype;
 use proptest::prelude::*;
 use proptest::sample::select;
 
@@ -726,30 +727,6 @@ fn the_floors_on_record_are_met() {
             );
         }
     }
-}
-
-#[test]
-fn a_step_is_its_reductions_one_after_the_other() {
-    let shape = Shape::flat(8);
-    let topology = shape.topology();
-    let verify = Workload::find("kimi-k2.5-verify").unwrap();
-    let step = |algorithm| {
-        let choose = |len_bytes: usize, dtype: Dtype| {
-            assert_eq!((len_bytes, dtype), (43_008, Dtype::Bf16));
-            (algorithm, 4)
-        };
-        workload(&topology, &shape.placement(), &verify, &choose).unwrap()
-    };
-    // 2.5 + 0.5 + 2 x (1 + 37,632 bytes at 25 GB/s): the floor on record for unstaged Gen5, and that of one-shot.
-    let two_shot = step(Algorithm::TwoShotPush);
-    assert_close(two_shot.us, 122.0 * (3.0 + 2.0 * (1.0 + 1.50528)));
-    assert_close(step(Algorithm::OneShotPush).us, 122.0 * (3.5 + 12.04224));
-    assert_eq!(two_shot.kinds.len(), 1);
-    assert_eq!(two_shot.kinds[0].count, 122);
-    let host = workload(&topology, &shape.placement(), &verify, &|_, _| {
-        (Algorithm::OneShot, 1)
-    });
-    assert_eq!(host, Err(NotSimulated::Host(Algorithm::OneShot)));
 }
 
 // The table of docs/design-notes/simulation.md.

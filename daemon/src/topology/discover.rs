@@ -3,7 +3,7 @@
 //! Owns the deadline and what a failure means. Called by `load` and `probe`. Refuses to wait for a driver that does not answer, and to
 //! fail where there simply is no GPU: that is a description too, with the reason beside it.
 
-use super::found::{Discovered, Found};
+use super::found::{Discovered, Found, FoundGpu};
 use super::{nvml, sysfs};
 use nvml_wrapper::error::NvmlError;
 use std::path::Path;
@@ -38,6 +38,26 @@ pub(crate) fn discover(timeout: Duration) -> Result<Discovered, DiscoverError> {
         found
     })?;
     Ok(found.describe())
+}
+
+/// The same where NVML is not to be had, of GPUs that somebody else has listed: (UUID, product, bus id).
+pub(crate) fn discover_listed<'a>(
+    gpus: impl Iterator<Item = (&'a str, &'a str, &'a str)>,
+) -> Discovered {
+    let mut found = Found {
+        gpus: gpus
+            .map(|(uuid, product, bus_id)| FoundGpu {
+                uuid: uuid.to_owned(),
+                product: product.to_owned(),
+                bus_id: bus_id.to_owned(),
+                ..FoundGpu::default()
+            })
+            .collect(),
+        trouble: vec!["NVML does not show the GPUs that CUDA shows: NVLink is not seen, PCIe is what sysfs shows".to_owned()],
+        ..Found::default()
+    };
+    sysfs::add(Path::new(SYSFS), &mut found);
+    found.describe()
 }
 
 /// No NVML is no GPU.

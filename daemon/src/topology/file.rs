@@ -62,9 +62,16 @@ impl Topology {
             path: path.to_owned(),
             source,
         };
-        let len_bytes = std::fs::metadata(path).map_err(unreadable)?.len();
-        if len_bytes > MAX_LEN_BYTES {
-            let reason = format!("{len_bytes} bytes are more than a topology has");
+        let found = std::fs::metadata(path).map_err(unreadable)?;
+        let refused = match (found.is_file(), found.len()) {
+            // A pipe or a device may never end.
+            (false, _) => Some("is no regular file".to_owned()),
+            (true, len_bytes) if len_bytes > MAX_LEN_BYTES => {
+                Some(format!("{len_bytes} bytes are more than a topology has"))
+            }
+            (true, _) => None,
+        };
+        if let Some(reason) = refused {
             return Err(unreadable(std::io::Error::other(reason)));
         }
         let text = std::fs::read_to_string(path).map_err(unreadable)?;
@@ -108,6 +115,24 @@ impl Description {
         toml::to_string(self)
     }
 
+    /// Whether a file can be written there; leaves nothing behind.
+    ///
+    /// # Errors
+    /// [`FileError::Unwritable`].
+    pub(crate) fn check_writable(path: &Path) -> Result<(), FileError> {
+        let unwritable = |source| FileError::Unwritable {
+            path: path.to_owned(),
+            source,
+        };
+        if path.is_dir() {
+            return Err(unwritable(std::io::ErrorKind::IsADirectory.into()));
+        }
+        let beside = beside(path);
+        std::fs::File::create(&beside)
+            .and_then(|_| std::fs::remove_file(&beside))
+            .map_err(unwritable)
+    }
+
     /// Writes a file: to a new one beside it first, so that a reader never finds half.
     ///
     /// # Errors
@@ -120,9 +145,7 @@ impl Description {
         let text = self
             .to_toml()
             .map_err(|error| unwritable(std::io::Error::other(error)))?;
-        let mut beside = path.as_os_str().to_owned();
-        beside.push(format!(".{}", std::process::id()));
-        let beside = PathBuf::from(beside);
+        let beside = beside(path);
         std::fs::write(&beside, text)
             .and_then(|()| std::fs::rename(&beside, path))
             .map_err(|error| {
@@ -131,6 +154,13 @@ impl Description {
                 unwritable(error)
             })
     }
+}
+
+/// A name beside it that nobody else uses.
+fn beside(path: &Path) -> PathBuf {
+    let mut beside = path.as_os_str().to_owned();
+    beside.push(format!(".{}", std::process::id()));
+    PathBuf::from(beside)
 }
 
 /// The key that an error is about, and its line.
@@ -157,13 +187,12 @@ fn place_of(error: &TopologyError, lines: &Lines) -> (String, Option<usize>) {
             // Where it is said the last time, of a kind that fits.
             let found = said
                 .iter()
-                .filter(|(key, _)| match *why {
+                .rfind(|(key, _)| match *why {
                     "is there twice" | "is no name" if *what != "pair of gpu" => {
                         is_name(key) || key.ends_with(".uuid")
                     }
                     _ => !is_name(key),
                 })
-                .next_back()
                 .or(said.last());
             match found {
                 Some((key, line)) => ((*key).to_owned(), Some(*line)),
@@ -383,10 +412,10 @@ pcie = { generation = 5, width = 16 }
                 .starts_with("/nowhere/topology.toml: cannot be read: "),
             "{missing}"
         );
-        assert!(matches!(
-            Topology::read(Path::new("/proc")),
-            Err(FileError::Unreadable { .. })
-        ));
+        for no_file in ["/proc", "/dev/zero"] {
+            let error = Topology::read(Path::new(no_file)).unwrap_err();
+            assert!(error.to_string().ends_with("is no regular file"), "{error}");
+        }
         let written = Description::default().write(Path::new("/nowhere/topology.toml"));
         assert!(matches!(written, Err(FileError::Unwritable { .. })));
     }

@@ -119,8 +119,17 @@ pub(crate) struct FoundPair {
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Discovered {
     pub(crate) description: Description,
+    /// The driver's version.
+    pub(crate) driver: Option<String>,
     /// Things that cost speed or could not be seen, each with what to do.
     pub(crate) hints: Vec<String>,
+}
+
+impl Discovered {
+    /// A machine without GPUs, or one whose GPUs do not matter.
+    pub(crate) fn of_host() -> Self {
+        Found::default().describe()
+    }
 }
 
 /// PCIe of a GPU that does not say: the narrowest guess that is not absurd.
@@ -164,7 +173,7 @@ impl Found {
         };
         if self.gpus.is_empty() {
             description.description = "no GPUs: memory of the host".to_owned();
-            return Discovered { description, hints };
+            return self.with(description, hints);
         }
         let driver = self.driver.as_deref().unwrap_or("unknown");
         description.description = "discovered on this machine".to_owned();
@@ -173,7 +182,15 @@ impl Found {
         self.lay_nvlink(&mut description, &mut hints);
         self.say_peers(&mut description, &mut hints);
         self.look_for_what_slows(&description, &mut hints);
-        Discovered { description, hints }
+        self.with(description, hints)
+    }
+
+    fn with(&self, description: Description, hints: Vec<String>) -> Discovered {
+        Discovered {
+            description,
+            driver: self.driver.clone(),
+            hints,
+        }
     }
 
     fn name(&self) -> String {
@@ -538,7 +555,9 @@ mod tests {
         // It is data: what a machine said can be kept and looked at elsewhere.
         let kept: Found = serde_json::from_str(&serde_json::to_string(found).unwrap()).unwrap();
         assert_eq!(kept, *found);
-        let Discovered { description, hints } = kept.describe();
+        let Discovered {
+            description, hints, ..
+        } = kept.describe();
         let text = description.to_toml().unwrap();
         let read = Topology::from_toml("discovered", &text).unwrap();
         assert_eq!(read, Topology::new(description).unwrap());

@@ -20,12 +20,12 @@ mod nvml;
 mod preset;
 mod sysfs;
 
-pub(crate) use discover::{DiscoverError, discover};
+pub(crate) use discover::{DiscoverError, discover, discover_listed};
 pub(crate) use file::FileError;
 pub(crate) use found::Discovered;
 pub(crate) use load::{LoadError, find, load};
 pub(crate) use machine::{Machine, Placed};
-pub(crate) use preset::{PRESETS, PresetError, preset};
+pub(crate) use preset::{PRESETS, preset};
 
 pub(crate) use description::{
     Description, Gpu, InterSocket, NvLink, NvLinkPair, Pair, Pcie, Rates, Root, Socket, Switch,
@@ -60,6 +60,7 @@ pub(crate) enum Fabric {
 
 impl Fabric {
     /// Every fabric.
+    #[cfg(test)]
     pub(crate) const ALL: [Fabric; 8] = [
         Fabric::Loopback,
         Fabric::NvlinkFull,

@@ -60,7 +60,7 @@ pub(crate) fn preset(name: &str) -> Result<Topology, PresetError> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::panic)]
     use super::*;
     use crate::topology::{Access, Fabric, LinkKind};
 
@@ -156,6 +156,26 @@ mod tests {
         let a800 = preset("a800x8-gen4-2x4").unwrap();
         assert!((21.0..=26.0).contains(&rate(&a800, Access::Write, 1)));
         assert!(!preset("4090x4-nop2p").unwrap().has_peer_access(0, 1));
+    }
+
+    /// Of docs/topology.md: its example is read, and its table knows every preset and its fabric.
+    #[test]
+    fn the_documentation_is_true() {
+        let text = include_str!("../../../docs/topology.md");
+        let (_, example) = text.split_once("```toml\n").unwrap();
+        let (example, _) = example.split_once("```").unwrap();
+        let topology = Topology::from_toml("docs/topology.md", example);
+        let topology = topology.unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(topology.gpus().len(), 4);
+        for (name, _) in PRESETS {
+            let topology = preset(name).unwrap();
+            let fabric = topology.fabric(&all(&topology)).name();
+            let row = text
+                .lines()
+                .find(|line| line.starts_with(&format!("| `{name}` |")));
+            let row = row.unwrap_or_else(|| panic!("{name} has no row"));
+            assert!(row.contains(&format!("| {fabric} |")), "{row}");
+        }
     }
 
     #[test]

@@ -47,6 +47,13 @@ fn add_gpu(root: &Path, gpu: &mut FoundGpu) {
     let Ok(real) = fs::canonicalize(&device) else {
         return;
     };
+    // NVML knows better what GPU and slot can do together.
+    gpu.max_generation = gpu
+        .max_generation
+        .or_else(|| generation(&real.join("max_link_speed")));
+    gpu.width = gpu
+        .width
+        .or_else(|| number(&real.join("current_link_width")));
     gpu.numa_node = number(&real.join("numa_node"));
     gpu.package = gpu.numa_node.and_then(|node| package(root, node));
     gpu.iommu_type = line(&real.join("iommu_group/type"));

@@ -76,6 +76,33 @@ impl Gpu {
     }
 }
 
+/// The kernels of `probe`: of the build's image, else compiled here.
+pub(crate) fn probe_kernels(
+    context: &Arc<Context>,
+    config: &CudaConfig,
+) -> Result<module::ProbeKernels, GpuError> {
+    let mut reasons = Vec::new();
+    if let Some(fatbin) = kernel::fatbin().filter(|_| !config.use_nvrtc) {
+        match module::ProbeKernels::load(context, fatbin) {
+            Ok(kernels) => return Ok(kernels),
+            Err(error) => reasons.push(format!("the build's image: {error}")),
+        }
+    }
+    let arch = context
+        .device()
+        .compute_capability()
+        .map_err(failed("device"))?;
+    // Any instance has them.
+    let loaded = image::compile(config, arch, Instance::N2).and_then(|cubin| {
+        let kernels = module::ProbeKernels::load(context, &cubin);
+        kernels.map_err(failed(format!("NVRTC's image for sm_{arch}")))
+    });
+    loaded.map_err(|error| {
+        reasons.push(error.to_string());
+        GpuError::NoKernels(reasons.join("; "))
+    })
+}
+
 /// The kernels of one instance, and the image that they were loaded from.
 #[derive(Debug)]
 pub(crate) struct Kernels {

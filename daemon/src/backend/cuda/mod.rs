@@ -20,6 +20,7 @@ mod test;
 mod window;
 mod work;
 
+pub(crate) use gpu::probe_kernels;
 pub(crate) use lane::{EpochLane, LaneSpec, LaneWindow};
 pub(crate) use resident::{ResidentShape, RingMemory};
 pub(crate) use test::{Tested, Verdict};

@@ -8,7 +8,9 @@
 use allreduce_client::blocking::Communicator;
 use allreduce_client::cuda::{DeviceBuffer, StreamHandle};
 use allreduce_client::{AllReduceError, AllReduceOptions, BufferError, Element, Op, Reduction};
-use allreduce_contract::cuda::{Context, CudaError, Device, Driver, Graph, Stream, Unavailable};
+use allreduce_contract::cuda::{
+    Context, CudaError, Device, Driver, Event, Graph, Stream, Unavailable,
+};
 use allreduce_contract::kernel::{dtype_name, op_code};
 use allreduce_contract::{Backend, Dtype};
 use std::marker::PhantomData;
@@ -84,13 +86,22 @@ impl WorkerStream {
         Ok(graph?)
     }
 
-    /// Enqueues a graph that was captured here.
+    /// Replays a graph that was captured here, waits for it, and says how many microseconds it took by the GPU's clock.
     ///
     /// # Safety
-    /// What it touches lives until the stream has done it.
-    pub(crate) unsafe fn replay(&self, graph: &Graph) -> Result<(), CudaError> {
-        // SAFETY: the caller's.
-        unsafe { self.0.replay(graph) }
+    /// What the graph touches lives until this returns.
+    pub(crate) unsafe fn time(&self, graph: &Graph) -> Result<f64, CudaError> {
+        let start = Event::create_timed(self.0.context())?;
+        let end = Event::create_timed(self.0.context())?;
+        let stream = self.0.raw().cast();
+        // SAFETY: the stream is live; the rest is the caller's.
+        unsafe {
+            start.record_on(stream)?;
+            self.0.replay(graph)?;
+            end.record_on(stream)?;
+        }
+        self.0.synchronize()?;
+        end.micros_since(&start)
     }
 
     /// Waits until everything enqueued is done.

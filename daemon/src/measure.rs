@@ -26,7 +26,7 @@ impl Planner {
             tuned: None,
         };
         Self {
-            asked: machine.communicator(WorldSize::new(world_size).unwrap(), None),
+            asked: machine.communicator(WorldSize::new(world_size).unwrap(), None, None),
         }
     }
 

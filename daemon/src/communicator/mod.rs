@@ -73,6 +73,10 @@ pub(crate) struct Settings {
     pub(crate) max_threads: usize,
     /// How ranks reduce in shared memory.
     pub(crate) geometry: Geometry,
+    /// Backend host: what was measured on this machine, if anything was.
+    pub(crate) costs: Option<Arc<Costs>>,
+    /// What is known of the machine before its GPUs are, for people.
+    pub(crate) topology: String,
 }
 
 /// A rank that wants in, already checked against the token.
@@ -347,6 +351,8 @@ pub(crate) struct Communicator<T> {
 impl<T> Communicator<T> {
     pub(crate) fn new(settings: Settings) -> Self {
         let world_size = settings.world_size;
+        let costs = settings.costs.clone();
+        let topology = settings.topology.clone();
         Self {
             settings,
             epoch: 1,
@@ -360,8 +366,8 @@ impl<T> Communicator<T> {
             pending_ends: Vec::new(),
             next_id: 1,
             gpus: None,
-            costs: None,
-            topology: String::new(),
+            costs,
+            topology,
             effects: Vec::new(),
             stats: Stats::new(world_size),
         }
@@ -808,8 +814,8 @@ impl<T> Communicator<T> {
         self.epoch += 1;
         self.floor = 0;
         self.gpus = None;
-        self.costs = None;
-        self.topology.clear();
+        self.costs.clone_from(&self.settings.costs);
+        self.topology.clone_from(&self.settings.topology);
         self.phase = Phase::Forming { deadline: None };
         self.tell_ends();
     }
@@ -1137,6 +1143,10 @@ impl<T> Communicator<T> {
         let found = self.sessions.get(&session);
         let found = found.ok_or(CallError::UnknownSession(session))?;
         Ok(found.alive()?)
+    }
+
+    pub(crate) fn settings(&self) -> &Settings {
+        &self.settings
     }
 
     /// What is known of what connects the GPUs, for people; empty until they were tested.

@@ -29,6 +29,8 @@ fn settings(world_size: u32) -> Settings {
             1,
             &crate::config::Host::default(),
         ),
+        costs: None,
+        topology: String::new(),
     }
 }
 

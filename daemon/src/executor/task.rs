@@ -18,7 +18,8 @@ use crate::communicator::{
 use crate::config::ms;
 use crate::executor::ExecutorSpec;
 use crate::health::HealthTable;
-use crate::plan::{LaneChoice, Plan, lane_geometry};
+use crate::plan::{LaneChoice, Plan, lane_geometry, tuned_geometry};
+use crate::topology::Machine;
 use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
 use allreduce_contract::cuda::ImportedMemory;
 use allreduce_contract::kernel::{Instance, MAX_RING_BUFFERS, Regions};
@@ -636,6 +637,15 @@ impl Task {
             0 => processors.min(8),
             threads => threads as usize,
         };
+        let (costs, topology, notes) = match spec.backend() {
+            BackendKind::Host => Machine::new(spec.topology.clone()).host(spec.world_size()),
+            // Its GPUs are looked at when they are tested.
+            BackendKind::Cuda => (None, String::new(), Vec::new()),
+        };
+        for note in &notes {
+            tracing::warn!("{note}");
+        }
+        let geometry = lane_geometry(Lane::Delegated, spec.world_size(), processors, &spec.host);
         let settings = Settings {
             backend: spec.backend(),
             world_size: spec.world_size(),
@@ -643,7 +653,9 @@ impl Task {
             max_buffers: u64::from(spec.communicator.max_buffers),
             join_timeout: ms(spec.communicator.join_timeout_ms),
             max_threads,
-            geometry: lane_geometry(Lane::Delegated, spec.world_size(), processors, &spec.host),
+            geometry: tuned_geometry(geometry, costs.as_deref()),
+            costs,
+            topology,
         };
         let handle = Handle {
             commands: sender.clone(),
@@ -676,7 +688,7 @@ impl Task {
             releasing: HashMap::new(),
             detaching: HashMap::new(),
             has_mps: HashMap::new(),
-            warnings: Vec::new(),
+            warnings: notes,
             next_poll: None,
             enqueue_time: Duration::ZERO,
             lost: None,
@@ -1602,6 +1614,8 @@ impl Task {
             Backend::Host(host) => {
                 let world_size = self.spec.world_size();
                 let geometry = lane_geometry(lane, world_size, host.processors, &self.spec.host);
+                let geometry =
+                    tuned_geometry(geometry, self.communicator.settings().costs.as_deref());
                 let own = self.own.clone();
                 host.memory.run(move |()| {
                     let lanes = EpochLanes::create(world_size, epoch, geometry).map(Box::new);

@@ -5,7 +5,7 @@
 use crate::explain::{Asked, Machine, Question};
 use crate::plan::plan;
 use crate::simulate::plot::{lines_svg, map_svg};
-use allreduce_contract::{Algorithm, Dtype, Lane, MAX_WORLD_SIZE, Op, WorldSize};
+use allreduce_contract::{Algorithm, Backend, Dtype, Lane, MAX_WORLD_SIZE, Op, WorldSize};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -41,7 +41,12 @@ struct Cell {
 }
 
 /// Asks for every world size that the machine has GPUs for (host: all), and every power of two from 256 bytes to 256 MiB.
-pub(crate) fn sweep(machine: &Machine, lane: Option<Lane>, dtype: Dtype, op: Op) -> Map {
+pub(crate) fn sweep(
+    machine: &Machine,
+    (backend, lane): (Option<Backend>, Option<Lane>),
+    dtype: Dtype,
+    op: Op,
+) -> Map {
     let gpus = u32::try_from(machine.topology.gpus().len()).unwrap_or(MAX_WORLD_SIZE);
     let most = match gpus {
         0 | 1 => MAX_WORLD_SIZE,
@@ -50,7 +55,7 @@ pub(crate) fn sweep(machine: &Machine, lane: Option<Lane>, dtype: Dtype, op: Op)
     let rows = (2..=most)
         .filter_map(|ranks| WorldSize::new(ranks).ok())
         .map(|world_size| {
-            let asked = machine.communicator(world_size, lane);
+            let asked = machine.communicator(world_size, backend, lane);
             let cell = |bits: u32| {
                 let bytes = 1_u64 << bits;
                 let question = Question {
@@ -84,7 +89,7 @@ pub(crate) fn sweep(machine: &Machine, lane: Option<Lane>, dtype: Dtype, op: Op)
                 }
             };
             Row {
-                world_size: ranks_of(world_size),
+                world_size: world_size.get(),
                 fabric: asked.costs.fabric.to_string(),
                 lane: asked
                     .lane
@@ -101,10 +106,6 @@ pub(crate) fn sweep(machine: &Machine, lane: Option<Lane>, dtype: Dtype, op: Op)
         op: op.to_string(),
         rows: rows.collect(),
     }
-}
-
-fn ranks_of(world_size: WorldSize) -> u32 {
-    world_size.get()
 }
 
 impl Map {

@@ -12,6 +12,7 @@ use crate::config::{Config, Host};
 use crate::plan::tuned::{TunedError, TunedTable};
 use crate::plan::{
     self, GpuLimits, LaneChoice, PlanRequest, Refusal, choose_lane, lane_geometry, model::Costs,
+    tuned_geometry,
 };
 use crate::topology::{self, LoadError, Topology};
 use crate::workload::{self, ReductionSpec, Workload, WorkloadError};
@@ -40,6 +41,9 @@ pub(crate) struct Arguments {
     /// The operator.
     #[arg(long, value_name = "O", default_value_t = Op::Sum)]
     op: Op,
+    /// Where windows live: auto (cuda where there are GPUs), host, cuda.
+    #[arg(long, value_name = "B", default_value = "auto", value_parser = parse_auto::<Backend>)]
+    backend: Choice<Backend>,
     /// The lane: auto, rpc, resident, delegated.
     #[arg(long, value_name = "L", default_value = "auto", value_parser = parse_auto::<Lane>)]
     lane: Choice<Lane>,
@@ -106,15 +110,29 @@ pub(crate) struct Asked {
 }
 
 impl Machine {
-    /// The communicator of so many ranks, dealt out to the GPUs in order, with the lane that they ask for.
-    pub(crate) fn communicator(&self, world_size: WorldSize, lane: Option<Lane>) -> Asked {
+    /// The communicator of so many ranks, dealt out to the GPUs in order, with the backend and the lane that they ask for; without,
+    /// with the GPUs that there are.
+    pub(crate) fn communicator(
+        &self,
+        world_size: WorldSize,
+        backend: Option<Backend>,
+        lane: Option<Lane>,
+    ) -> Asked {
         let gpus = self.topology.gpus().len();
-        let placement: Vec<usize> = (0..world_size.as_usize())
-            .map(|rank| rank * gpus.min(world_size.as_usize()) / world_size.as_usize())
-            .collect();
-        let backend = match gpus {
+        let backend = backend.unwrap_or(match gpus {
             0 => Backend::Host,
             _ => Backend::Cuda,
+        });
+        let gpus = match backend {
+            Backend::Host => 0,
+            Backend::Cuda => gpus,
+        };
+        let ranks = world_size.as_usize();
+        let placement: Vec<usize> = match gpus {
+            0 => vec![topology::NO_GPU; ranks],
+            gpus => (0..ranks)
+                .map(|rank| rank * gpus.min(ranks) / ranks)
+                .collect(),
         };
         let limits = (gpus > 0).then(|| {
             plan::described_limits(&self.config.cuda, &self.topology, world_size, &placement)
@@ -131,7 +149,15 @@ impl Machine {
             backend,
             world_size,
             placement,
-            lane: choose_lane(backend, &wanted, limits.as_ref()),
+            lane: match (backend, gpus) {
+                (Backend::Cuda, 0) => Err(Refusal::NoSuchBackend {
+                    backend,
+                    reason: "the topology has no GPUs",
+                }),
+                (Backend::Host | Backend::Cuda, _) => {
+                    choose_lane(backend, &wanted, limits.as_ref())
+                }
+            },
             limits,
             costs,
             processors: std::thread::available_parallelism().map_or(1, usize::from),
@@ -171,7 +197,10 @@ impl Asked {
             // What holds for any tensors.
             in_place: true,
             max_threads: self.processors,
-            geometry: lane_geometry(lane, self.world_size, self.processors, &Host::default()),
+            geometry: tuned_geometry(
+                lane_geometry(lane, self.world_size, self.processors, &Host::default()),
+                Some(&self.costs),
+            ),
             gpus: self.limits,
             costs: Some(&self.costs),
         }
@@ -210,7 +239,12 @@ fn explain(arguments: &Arguments) -> Result<String, ExplainError> {
         tuned,
     };
     if arguments.sweep {
-        let map = map::sweep(&machine, arguments.lane.0, arguments.dtype, arguments.op);
+        let map = map::sweep(
+            &machine,
+            (arguments.backend.0, arguments.lane.0),
+            arguments.dtype,
+            arguments.op,
+        );
         draw(arguments.plot.as_deref(), || map.svg())?;
         return Ok(match arguments.json {
             true => json(&map)?,
@@ -220,7 +254,7 @@ fn explain(arguments: &Arguments) -> Result<String, ExplainError> {
     let gpus = u32::try_from(machine.topology.gpus().len()).unwrap_or(MAX_WORLD_SIZE);
     let default = if gpus == 0 { 4 } else { gpus };
     let world_size = WorldSize::new(arguments.world_size.unwrap_or(default))?;
-    let asked = machine.communicator(world_size, arguments.lane.0);
+    let asked = machine.communicator(world_size, arguments.backend.0, arguments.lane.0);
     if arguments.simulate {
         let workload = Workload::find(&arguments.workload)?;
         let steps = answer::simulate(&machine, &asked, &workload);

@@ -172,6 +172,17 @@ pub(crate) struct Plan {
     pub basis: Basis,
 }
 
+/// Where peers find what a rank has to give.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Staging {
+    /// In the tensor itself, which the executor has mapped.
+    Direct,
+    /// In the rank's window, where its kernel has put it.
+    Window,
+    /// In the rank's window in memory of the host.
+    HostWindow,
+}
+
 /// What decided between the algorithms that could be launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Basis {
@@ -216,6 +227,8 @@ pub(crate) enum Shape {
         data_threads: u32,
         /// Elements that one launch takes at most, a multiple of a pack's; a longer tensor takes several.
         launch_elems: u64,
+        /// From where peers get a rank's elements.
+        staging: Staging,
     },
     /// Copies by the GPUs' copy engines, and a kernel that reduces what they have brought.
     Copies {
@@ -409,7 +422,11 @@ pub(crate) fn plan(request: PlanRequest<'_>) -> Result<Plan, Refusal> {
                 algorithm: request.geometry.algorithm(len_bytes, algorithm)?,
                 // Each rank's own.
                 shape: Shape::Host { threads: 1 },
-                basis: basis_of_host(algorithm),
+                basis: match (algorithm, request.costs) {
+                    (Some(_), _) => Basis::Asked,
+                    (None, Some(costs)) if costs.tuned(lane, dtype).is_some() => Basis::Tuned,
+                    (None, Some(_) | None) => Basis::Shipped,
+                },
             }),
         },
         Backend::Cuda => plan_cuda(&request, len_bytes),
@@ -418,13 +435,20 @@ pub(crate) fn plan(request: PlanRequest<'_>) -> Result<Plan, Refusal> {
 
 fn plan_host(request: &PlanRequest<'_>, len_bytes: u64) -> Result<Plan, Refusal> {
     let bytes_read = len_bytes.saturating_mul(u64::from(request.world_size.get()));
-    let algorithm = request.algorithm.unwrap_or({
-        if bytes_read <= INLINE_MAX_BYTES {
-            Algorithm::OneShot
-        } else {
-            Algorithm::OneShotChunked
-        }
+    let tuned = request.costs.and_then(|costs| {
+        let tuned = costs.tuned(Lane::Rpc, request.dtype)?;
+        tuned.choice(len_bytes)
     });
+    let (algorithm, basis) = match (request.algorithm, tuned) {
+        (Some(asked), _) => (asked, Basis::Asked),
+        (None, Some(tuned @ (Algorithm::OneShot | Algorithm::OneShotChunked))) => {
+            (tuned, Basis::Tuned)
+        }
+        (None, Some(_) | None) if bytes_read <= INLINE_MAX_BYTES => {
+            (Algorithm::OneShot, Basis::Shipped)
+        }
+        (None, Some(_) | None) => (Algorithm::OneShotChunked, Basis::Shipped),
+    };
     let worth = usize::try_from(bytes_read / BYTES_PER_THREAD).unwrap_or(usize::MAX);
     let threads = match algorithm {
         Algorithm::OneShotChunked => worth.clamp(1, request.max_threads.max(1)),
@@ -444,16 +468,8 @@ fn plan_host(request: &PlanRequest<'_>, len_bytes: u64) -> Result<Plan, Refusal>
     Ok(Plan {
         algorithm,
         shape: Shape::Host { threads },
-        basis: basis_of_host(request.algorithm),
+        basis,
     })
-}
-
-/// The host's thresholds are measured ones.
-const fn basis_of_host(asked: Option<Algorithm>) -> Basis {
-    match asked {
-        Some(_) => Basis::Asked,
-        None => Basis::Shipped,
-    }
 }
 
 /// How long a wait spins without letting others run: the time of an exchange of flags, and not more, since two ranks on one
@@ -491,6 +507,25 @@ pub(crate) fn lane_geometry(
         stage_len_bytes: host.lane_stage_bytes,
         spin,
         yielding,
+    }
+}
+
+/// With what was measured of lane delegated on this machine: up to where one shot is the faster one. The lane knows sizes, not
+/// types; that of 4-byte elements counts, else that of 2.
+pub(crate) fn tuned_geometry(geometry: Geometry, costs: Option<&Costs>) -> Geometry {
+    let tuned = costs.and_then(|costs| {
+        let of = |dtype| costs.tuned(Lane::Delegated, dtype);
+        of(Dtype::F32).or_else(|| of(Dtype::Bf16))
+    });
+    match tuned {
+        None => geometry,
+        Some(tuned) => Geometry {
+            one_shot_max_bytes: tuned
+                .largest(Algorithm::OneShot)
+                .unwrap_or(0)
+                .min(geometry.stage_len_bytes),
+            ..geometry
+        },
     }
 }
 
@@ -572,11 +607,14 @@ fn launched(
         lane,
         ..
     } = *request;
-    // The executor has mapped every rank's tensors, which the ranks have not.
-    let is_direct = match lane {
-        Lane::Rpc => true,
-        Lane::Resident | Lane::Delegated => false,
+    let staging = match (algorithm, lane) {
+        // What is in a GPU's memory can others not read.
+        (Algorithm::HostStaged, _) => Staging::HostWindow,
+        // The executor has mapped every rank's tensors, which the ranks have not.
+        (_, Lane::Rpc) => Staging::Direct,
+        (_, Lane::Resident | Lane::Delegated) => Staging::Window,
     };
+    let is_direct = staging == Staging::Direct;
     // Where ranks launch, a call's blocks are resident while those of the one before finish.
     let calls_at_once = match lane {
         Lane::Rpc => 1,
@@ -592,7 +630,6 @@ fn launched(
         Algorithm::OneShotPullInband => limits.inband_part_bytes,
         Algorithm::TwoShotPullInband if is_direct => limits.inband_part_bytes * ranks_u64,
         Algorithm::TwoShotPullInband => limits.inband_part_bytes,
-        // Staged: what is in a GPU's memory can others not read.
         Algorithm::HostStaged => limits.host_staged_bytes.ok_or(Refusal::NoHostWindows)?,
         Algorithm::OneShotPull if in_place || !is_direct => limits.staging_part_bytes,
         Algorithm::TwoShotPull if in_place || !is_direct => limits.staging_part_bytes,
@@ -623,6 +660,7 @@ fn launched(
             blocks,
             data_threads,
             launch_elems: launch_packs * pack_elems,
+            staging,
         },
         basis,
     })
@@ -761,6 +799,7 @@ fn plan_resident(request: &PlanRequest<'_>, limits: &GpuLimits) -> Result<Plan, 
             data_threads,
             launch_elems: (limits.inband_part_bytes / PACK_BYTES).clamp(1, MAX_PACKS)
                 * (PACK_BYTES / request.dtype.size_bytes() as u64),
+            staging: Staging::Window,
         },
         basis: Basis::Only,
     })
@@ -1109,6 +1148,7 @@ mod tests {
                 blocks,
                 data_threads,
                 launch_elems,
+                staging,
             } => {
                 let limits = request.gpus.unwrap();
                 let most = Instance::of(request.world_size).max_data_threads();
@@ -1127,7 +1167,11 @@ mod tests {
                 let launch_bytes = u128::from(launch_elems) * request.dtype.size_bytes() as u128;
                 prop_assert!(launch_elems >= 1 && launch_bytes.is_multiple_of(16));
                 let ranks = u64::from(request.world_size.get());
-                let is_direct = request.lane == Lane::Rpc;
+                let is_direct = staging == Staging::Direct;
+                prop_assert_eq!(
+                    is_direct,
+                    request.lane == Lane::Rpc && plan.algorithm != Algorithm::HostStaged
+                );
                 let room = match plan.algorithm {
                     Algorithm::OneShotPush => limits.push_slot_bytes,
                     Algorithm::TwoShotPush => limits.push_slot_bytes / 2 * ranks,

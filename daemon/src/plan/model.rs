@@ -86,7 +86,7 @@ impl Costs {
         Self {
             fabric,
             by_algorithm,
-            has_gpus: !topology.gpus().is_empty(),
+            has_gpus: fabric != Fabric::Host,
             tuned: Vec::new(),
         }
     }

@@ -145,7 +145,7 @@ fn every_point_of_every_machine_is_a_plan_or_a_reasoned_refusal() {
     for machine in machines() {
         for world_size in (1..=16).map(|ranks| WorldSize::new(ranks).unwrap()) {
             for lane in Lane::ALL {
-                let asked = machine.communicator(world_size, Some(lane));
+                let asked = machine.communicator(world_size, None, Some(lane));
                 let mut walk = Walk {
                     asked: &asked,
                     lane,

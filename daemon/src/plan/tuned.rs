@@ -111,6 +111,14 @@ impl Thresholds {
         self.0.get(place).map(|(_, algorithm)| *algorithm)
     }
 
+    /// The largest size for which it is that algorithm.
+    pub(crate) fn largest(&self, algorithm: Algorithm) -> Option<u64> {
+        let mut sizes = self.0.iter().rev();
+        sizes
+            .find(|(_, of)| *of == algorithm)
+            .map(|(up_to_bytes, _)| *up_to_bytes)
+    }
+
     /// The sizes at which it changes.
     #[cfg(test)]
     pub(crate) fn sizes(&self) -> impl Iterator<Item = u64> {

@@ -160,6 +160,8 @@ impl Collectives for CollectivesService {
                 blocks,
                 data_threads,
                 launch_elems,
+                // Ranks that launch have put theirs into their windows.
+                staging: _,
             } => (blocks, data_threads, launch_elems),
             Shape::Copies {
                 blocks,

@@ -4,12 +4,13 @@
 //! time. Refuses to fail a communicator: without an answer the GPUs are taken for what PCIe of one root does, and a note
 //! says so.
 
-use super::{Description, Gpu, LoadError, Pcie, Root, SCHEMA_VERSION, Topology, load};
+use super::{Description, Gpu, LoadError, NO_GPU, Pcie, Root, SCHEMA_VERSION, Topology, load};
 use crate::config::TopologyConfig;
 use crate::plan::default_island_size;
 use crate::plan::model::Costs;
 use crate::plan::tuned::TunedTable;
 use allreduce_contract::WorldSize;
+use std::sync::Arc;
 
 /// What an executor knows of its machine.
 #[derive(Debug)]
@@ -119,10 +120,7 @@ impl Machine {
             None => None,
             Some(Ok(table)) if table.fingerprint == fingerprint => Some(table.clone()),
             Some(Ok(table)) => {
-                notes.push(format!(
-                    "topology.tuned was measured on another topology (fingerprint {}, here {fingerprint}) and is not used: run `allreduced tune` again",
-                    table.fingerprint
-                ));
+                notes.push(stranger(table, &fingerprint));
                 None
             }
             Some(Err(error)) => {
@@ -138,6 +136,43 @@ impl Machine {
             notes,
         })
     }
+}
+
+impl Machine {
+    /// Backend host: what was measured of it, what it is and what is not as it should be, for people. Nothing is read where no table is
+    /// named.
+    pub(crate) fn host(self, world_size: WorldSize) -> (Option<Arc<Costs>>, String, Vec<String>) {
+        let known = match self.config.read_tuned() {
+            None => return (None, String::new(), Vec::new()),
+            Some(tuned) => (load(&self.config), tuned),
+        };
+        let (topology, table) = match known {
+            (Ok((topology, _)), Ok(table)) => (topology, table),
+            (Err(error), _) => {
+                let note = format!("topology.tuned is not used: {error}");
+                return (None, String::new(), vec![note]);
+            }
+            (_, Err(error)) => {
+                let note = format!("topology.tuned is not used: {error}");
+                return (None, String::new(), vec![note]);
+            }
+        };
+        let fingerprint = topology.fingerprint();
+        if table.fingerprint != fingerprint {
+            return (None, String::new(), vec![stranger(&table, &fingerprint)]);
+        }
+        let words = format!("{}; algorithms by a tuned table", topology.name());
+        let costs = Costs::of(&topology, &vec![NO_GPU; world_size.as_usize()], 1)
+            .with_tuned(&table, world_size, 0);
+        (Some(Arc::new(costs)), words, Vec::new())
+    }
+}
+
+fn stranger(table: &TunedTable, fingerprint: &str) -> String {
+    format!(
+        "topology.tuned was measured on another topology (fingerprint {}, here {fingerprint}) and is not used: run `allreduced tune` again",
+        table.fingerprint
+    )
 }
 
 /// By rank, or the UUID that is not there.

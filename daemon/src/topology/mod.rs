@@ -117,6 +117,9 @@ pub(crate) enum LinkKind {
     Shared,
 }
 
+/// In a placement: a rank of backend host, which is on no GPU.
+pub(crate) const NO_GPU: usize = usize::MAX;
+
 /// Number of a link in [`Topology::links`].
 pub(crate) type LinkId = usize;
 
@@ -388,7 +391,7 @@ impl Topology {
                 .filter(|(from, to)| from != to)
         };
         let root = |gpu: usize| self.places.get(gpu).map(|place| &place.root);
-        if self.gpus().is_empty() {
+        if self.gpus().is_empty() || placement.contains(&NO_GPU) {
             Fabric::Host
         } else if pairs().next().is_none() {
             Fabric::Loopback

@@ -241,7 +241,7 @@ fn measure(
             Err(rank) => return Err(ChildError::Ended(rank).into()),
         }
     }
-    let asked = machine.communicator(world_size, Some(lane));
+    let asked = machine.communicator(world_size, Some(backend), Some(lane));
     let mut choices = Vec::new();
     let mut rows = Vec::new();
     for (number, (bytes, spec)) in bytes.iter().zip(&specs).enumerate() {

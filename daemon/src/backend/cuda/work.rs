@@ -9,7 +9,7 @@ use crate::backend::cuda::copies::Copies;
 use crate::backend::cuda::gpu::{Gpu, Kernels, failed};
 use crate::backend::cuda::window::{Meeting, Window};
 use crate::communicator::{GpuError, Signature, Ticket};
-use crate::plan::{Plan, Shape};
+use crate::plan::{Plan, Shape, Staging};
 use allreduce_contract::cuda::DevicePtr;
 use allreduce_contract::kernel::{CALL_DIRECT, Call, CallParts, op_code};
 use allreduce_contract::{Algorithm, Dtype};
@@ -92,21 +92,12 @@ impl Work {
                 blocks,
                 data_threads,
                 launch_elems,
+                staging,
             } => {
-                // Sources are where every GPU can read them, unless it goes through host memory: then they are staged.
-                let (meeting, flags) = match algorithm {
-                    Algorithm::HostStaged => (Meeting::Host, 0),
-                    Algorithm::OneShotPush
-                    | Algorithm::OneShotPull
-                    | Algorithm::OneShotPullInband
-                    | Algorithm::TwoShotPush
-                    | Algorithm::TwoShotPull
-                    | Algorithm::TwoShotPullInband
-                    | Algorithm::Hierarchical => (Meeting::Gpus, CALL_DIRECT),
-                    Algorithm::OneShot
-                    | Algorithm::OneShotChunked
-                    | Algorithm::TwoShot
-                    | Algorithm::CopyEngineRing => return Err(unplanned()),
+                let (meeting, flags) = match staging {
+                    Staging::Direct => (Meeting::Gpus, CALL_DIRECT),
+                    Staging::Window => (Meeting::Gpus, 0),
+                    Staging::HostWindow => (Meeting::Host, 0),
                 };
                 let route = Route::Kernels {
                     meeting,

@@ -134,9 +134,10 @@ impl Costs {
                 Backend::Cuda => self.has_gpus,
                 Backend::Host => !self.has_gpus,
             })
-            // A GPU that cannot reach another has the host's floor.
+            // GPUs that cannot reach each other have the floor of what goes through the host.
             .filter(|algorithm| {
-                self.fabric != Fabric::NoPeerAccess || *algorithm == Algorithm::HostStaged
+                self.fabric != Fabric::NoPeerAccess
+                    || matches!(algorithm, Algorithm::HostStaged | Algorithm::CopyEngineRing)
             })
             .map(|algorithm| self.cost(algorithm, dtype))
             .filter(|cost| *cost != Cost::default())

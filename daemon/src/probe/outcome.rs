@@ -231,7 +231,8 @@ pub(super) fn measured(
     // A copy reads and writes each byte.
     rates.memory_gbps =
         least(own.filter_map(|pair| positive(pair.write_gbps))).map(|gbps| 2.0 * gbps);
-    rates.core_copy_gbps = positive(Some(host.core_copy_gbps));
+    // A peer's tensor is not in this core's cache.
+    rates.core_copy_gbps = positive(Some(host.core_copy_far_gbps));
     rates.core_flag_us = positive(host.core_flag_us);
     Topology::new(description)
 }
@@ -328,7 +329,7 @@ mod tests {
         assert_eq!(rates.flag_us, Some(0.97));
         assert_eq!(rates.write_all_gbps, Some(11.0));
         assert_eq!(rates.memory_gbps, None);
-        assert_eq!(rates.core_copy_gbps, Some(20.0));
+        assert_eq!(rates.core_copy_gbps, Some(8.0));
         assert!(!topology.has_peer_access(0, 1));
         assert!(!topology.has_peer_access(0, 2));
         assert!(topology.has_peer_access(2, 3));

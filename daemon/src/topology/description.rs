@@ -88,7 +88,7 @@ pub(crate) struct Rates {
     /// A kernel in a graph, with nothing to do.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) launch_us: Option<f64>,
-    /// Host backend: one core copies memory.
+    /// Host backend: one core copies memory that is not in its cache, as peers' tensors are not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) core_copy_gbps: Option<f64>,
     /// Host backend: one core's store until another core's load sees it.

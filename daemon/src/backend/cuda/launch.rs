@@ -14,7 +14,7 @@ use crate::communicator::{GpuError, Signature};
 use allreduce_contract::cuda::{CudaError, wait_flags, write_flags};
 
 /// Entries that may wait on a GPU, a fraction of what its queue takes. A piece that takes more goes alone.
-const MAX_ENQUEUED: u64 = 256;
+const MAX_ENQUEUED: u64 = 640;
 
 /// A reduction that was promised to its ranks.
 pub(crate) struct Accepted {

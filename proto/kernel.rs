@@ -374,17 +374,20 @@ pub struct ReduceCopied {
     pub world_size: u32,
     /// From [`op_code`].
     pub op: u32,
+    /// Address of the rank's own abort word: the output becomes NaN if it is set. 0: there is none.
+    pub abort: u64,
 }
 
 /// Most threads of a block of `allreduced_reduce_copied_<dtype>`.
 pub const REDUCE_COPIED_THREADS: u32 = 512;
 
 const _: () = {
-    assert!(size_of::<ReduceCopied>() == 152);
+    assert!(size_of::<ReduceCopied>() == 160);
     assert!(offset_of!(ReduceCopied, dst) == 128);
     assert!(offset_of!(ReduceCopied, num_elems) == 136);
     assert!(offset_of!(ReduceCopied, world_size) == 144);
     assert!(offset_of!(ReduceCopied, op) == 148);
+    assert!(offset_of!(ReduceCopied, abort) == 152);
 };
 
 /// Most blocks that a resident kernel has for a rank.

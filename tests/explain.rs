@@ -75,6 +75,19 @@ fn every_preset_is_planned_and_explained() {
     }
 }
 
+/// The README shows what is printed.
+#[test]
+fn the_readme_is_true() {
+    let _watchdog = watchdog();
+    let readme = concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md");
+    let readme = std::fs::read_to_string(readme).unwrap();
+    let call = "$ allreduced explain --topology gen5x8-one-root\n";
+    let (_, shown) = readme.split_once(call).unwrap();
+    let (shown, _) = shown.split_once("```").unwrap();
+    let ran = run(&["explain", "--topology", "gen5x8-one-root"]);
+    assert_eq!(ran.stdout.trim_end(), shown.trim_end());
+}
+
 /// The fault that this product answers: PCIe, more than two GPUs, and what engines do there.
 #[test]
 fn eight_gpus_on_pcie_take_two_shots_near_the_floor() {

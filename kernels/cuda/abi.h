@@ -298,12 +298,14 @@ struct ReduceCopied {
     u64 num_elems;                // may be 0
     u32 world_size;
     u32 op;                       // Op
+    u64 abort;                    // address of the rank's own abort word (Signal::abort): the output is NaN if it is set; 0: none
 };
-static_assert(sizeof(ReduceCopied) == 152, "ABI");
+static_assert(sizeof(ReduceCopied) == 160, "ABI");
 static_assert(AR_OFFSETOF(ReduceCopied, dst) == 128, "ABI");
 static_assert(AR_OFFSETOF(ReduceCopied, num_elems) == 136, "ABI");
 static_assert(AR_OFFSETOF(ReduceCopied, world_size) == 144, "ABI");
 static_assert(AR_OFFSETOF(ReduceCopied, op) == 148, "ABI");
+static_assert(AR_OFFSETOF(ReduceCopied, abort) == 152, "ABI");
 // Most threads of its blocks.
 constexpr u32 REDUCE_COPIED_THREADS = 512;
 

@@ -5,10 +5,12 @@
 //             all addresses are 16-byte aligned, element by element else and in the tail.
 // Launch      any grid.x, blocks of up to REDUCE_COPIED_THREADS; no dynamic shared memory. Nobody is waited for, so blocks need
 //             not be resident at once. Threads take packs in turn, a grid apart.
-// Memory      ordinary loads and stores; stream order is all the order there is.
+// Memory      ordinary loads and stores; stream order is all the order there is. The abort word is looked at once, relaxed.
 // Determinism rank order, f32, as num.cuh: the same bits as the other algorithms, whatever the launch shape.
 // In place    dst may be one of the sources (each pack is read and written by one thread); other overlap is not allowed.
-// Abort       there is nothing to wait for. A world size or operator that does not exist makes the whole output NaN.
+// Abort       there is nothing to wait for. A world size or operator that does not exist makes the whole output NaN, and so does an
+//             abort word that is set when a thread begins: who ends an epoch sets it before it lets go of the streams that a
+//             rank which is gone held up, so no slice of such a rank's is summed.
 #pragma once
 #include "num.cuh"
 
@@ -80,7 +82,8 @@ AR_DEV_COLD void refuse_copied(const ReduceCopied& p) {
 template <class T>
 AR_DEV void reduce_copied(const ReduceCopied& p) {
     wait_for_previous_kernel();
-    if (AR_UNLIKELY(p.world_size - 1u >= MAX_WORLD_SIZE || p.op > OP_MAX))
+    const bool is_over = p.abort != 0 && ld_relaxed_u64(p.abort) != 0;  // SYNC: abort
+    if (AR_UNLIKELY(is_over || p.world_size - 1u >= MAX_WORLD_SIZE || p.op > OP_MAX))
         refuse_copied<T>(p);
     else if (p.op > OP_AVG)
         reduce_copied_as<T, true>(p);

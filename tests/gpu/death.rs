@@ -274,9 +274,7 @@ fn a_stuck_stream_is_named_and_let_go(devices: &[Device], environment: &[(&str, 
     is_let_go_with_nan(&mut workers[0]);
 
     assert_eq!(workers[1].ask("open"), "opened");
-    let told = workers[1].ask("check");
-    println!("rank 1 is told: {told}");
-    assert!(told.contains(" over "), "{told}");
+    is_told_of_the_end(&mut workers[1]);
     is_let_go_with_nan(&mut workers[1]);
     reduce_well(&others);
     for answer in ask_both(&mut workers, "join") {
@@ -331,6 +329,13 @@ fn an_executor_that_dies_with_a_reduction_enqueued_holds_up_nobody() {
     let Some((_watchdog, devices)) = gpus() else {
         return;
     };
+    // On one GPU the executor's stream waits for both ranks before the kernel starts.
+    if devices.len() > 1 && devices.iter().all(Device::has_mps) {
+        println!(
+            "skipped: with MPS, who dies while its kernel waits for another GPU takes all contexts (ARCHITECTURE.md)"
+        );
+        return;
+    }
     let daemon = daemon(&[]);
     let others = join_all(daemon.socket(), "others", 2, &devices);
     let mut workers = held_up(&daemon, "lost");

@@ -20,8 +20,10 @@ pub(crate) const PHASE_US: f64 = 0.5;
 /// From the arrival of a word to the use of what it announces, beyond the topology's flag: the poll's period and a
 /// barrier of the block.
 pub(crate) const HOP_OVERHEAD_US: f64 = 0.3;
-/// A copy handed to a copy engine, until the next on its stream begins.
-pub(crate) const COPY_US: f64 = 2.5;
+/// A step of copies, until the next begins: handing it over, and its share of the streams' waits for each other. From two virtual
+/// ranks on one H200, where four copies and two kernels on one stream take 50 us more than the kernel of another algorithm
+/// (docs/benchmarks.md, "tune").
+pub(crate) const COPY_US: f64 = 12.0;
 /// Memory that a kernel reads and writes on one GPU, where the topology does not say. Beside links it is not counted then.
 const LOOPBACK_MEMORY_GBPS: f64 = 1000.0;
 

@@ -406,7 +406,10 @@ void copied(bool full) {
                     if (!full && (n + d + op + i) % 3 != 0) continue;
                     const auto dtype = (reference::Dtype)d;
                     const u64 size = reference::size_of(dtype), num = sizes[i], bytes = num * size;
-                    const bool bad = n == 0 || n > MAX_WORLD_SIZE || op > OP_MAX;
+                    // An abort word: none, one that is not set, one that is.
+                    static const u64 abort_words[] = {0, 0, abort_word(REASON_HOST, 1, 1, 1)};
+                    const u32 abort = (n + d + op + i / 2) % 3;
+                    const bool bad = n == 0 || n > MAX_WORLD_SIZE || op > OP_MAX || abort == 2;
                     std::vector<std::vector<uint8_t>> inputs(n);
                     std::vector<const uint8_t*> in;
                     ReduceCopied p = {};
@@ -427,6 +430,7 @@ void copied(bool full) {
                     p.num_elems = num;
                     p.world_size = n;
                     p.op = op;
+                    p.abort = abort ? (u64)&abort_words[abort] : 0;
                     const u32 grid = 1 + i % 3, threads = 3 + i;
                     for (u32 block = 0; block < grid; block++)
                         for (u32 t = 0; t < threads; t++) {

@@ -283,9 +283,13 @@ long copied(Device& d, bool few) {
                 }
     {  // What does not exist becomes NaN.
         const u64 num = 1001;
-        for (u32 bad = 0; bad < 3; bad++) {
+        for (u32 bad = 0; bad < 4; bad++) {
             ReduceCopied p;
             memset(&p, 0, sizeof p);
+            if (bad == 3) {  // An abort word that is set.
+                p.abort = memories[1];
+                CU(cuMemsetD8Async(p.abort, 1, 8, d.stream));
+            }
             for (u64& source : p.sources) source = memories[0] + 256;
             p.dst = memories[MAX_WORLD_SIZE] + 256;
             p.num_elems = num;

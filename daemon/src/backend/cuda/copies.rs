@@ -11,10 +11,9 @@
 //! - after it: nobody reads results any more, so whatever comes next may write to staging.
 //!
 //! Ranks of one GPU share its stream, whose order is all they need. Staging may hold anything between calls, as kernels
-//! leave it. Nothing here looks at abort words: nothing waits for a peer's kernel. What was enqueued when its epoch ended,
-//! and let go in the place of a rank that is gone, reduces what that rank's memory holds; the status word says by then that
-//! the epoch's results count for nothing, and no reduction is accepted after it. Refuses pieces that staging has no room
-//! for.
+//! leave it. Nothing waits for a peer's kernel. What was enqueued when its epoch ended, and is let go in the place of a rank
+//! that is gone, finds the rank's own abort word set, and its slice becomes NaN everywhere. Refuses pieces that staging has
+//! no room for.
 #![allow(unsafe_code)] // room: CUDA bindings
 
 use crate::backend::cuda::gpu::{Gpu, failed};
@@ -180,6 +179,8 @@ impl<'a> Copies<'a> {
             num_elems,
             world_size: u32::try_from(self.parts.len()).unwrap_or(u32::MAX),
             op: self.piece.op,
+            // SYNC: abort. Set before the streams that hold this one up are let go.
+            abort: part.window.abort_word(),
             ..ReduceCopied::default()
         };
         for (peer, source) in copied.sources.iter_mut().take(self.parts.len()).enumerate() {

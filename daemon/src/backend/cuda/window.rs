@@ -183,6 +183,11 @@ impl Window {
         unsafe { self.gpu.side_stream.upload(flag, &value.to_le_bytes()) }
     }
 
+    /// Where kernels look whether the epoch is over (abi.h, Signal: the window's first word).
+    pub(crate) fn abort_word(&self) -> DevicePtr {
+        self.memory.start()
+    }
+
     pub(crate) fn control_len_bytes(&self) -> u64 {
         self.control_memory.len_bytes().get() as u64
     }

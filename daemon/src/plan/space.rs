@@ -3,6 +3,8 @@
 //! Owns the walk. It asks as `explain` asks, so what it shows of the plan holds for that too. Each point is a plan that can be
 //! launched or a refusal with a reason; where the algorithm changes, the sizes on both sides are looked at.
 
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
 use crate::config::{Config, CudaConfig, HostStaged};
 use crate::explain::{Asked, Machine, Question};
 use crate::plan::tests::launchable;

@@ -21,7 +21,7 @@ pub(crate) enum LoadError {
         /// The presets.
         known: String,
         /// Why it is no file.
-        error: FileError,
+        error: Box<FileError>,
     },
     /// This machine cannot be asked.
     #[error("{0}")]
@@ -61,7 +61,7 @@ pub(crate) fn find(name: &str) -> Result<(Topology, String), LoadError> {
         Err(error) => Err(LoadError::Nowhere {
             name: name.to_owned(),
             known: PRESETS.map(|(known, _)| known).join(", "),
-            error,
+            error: Box::new(error),
         }),
     }
 }

@@ -386,6 +386,31 @@ const _: () = {
     assert!(offset_of!(ReduceCopied, op) == 148);
 };
 
+/// Where a window has the headers by which ranks announce their calls, `Signal::header` of abi.h: 2 parities of
+/// 16 sources, 32 bytes each, the first of which are the call's number in the epoch.
+pub const HEADERS_OFFSET: u64 = 128;
+/// Length of all headers.
+pub const HEADERS_LEN_BYTES: usize = 2 * MAX_RANKS * HEADER_LEN_BYTES;
+const HEADER_LEN_BYTES: usize = 32;
+
+/// By source: the number of the newest call, modulo 2^32, of a window's headers.
+pub fn newest_calls(headers: &[u8]) -> Vec<u32> {
+    let number = |header: &[u8]| {
+        header
+            .first_chunk::<4>()
+            .copied()
+            .map_or(0, u32::from_le_bytes)
+    };
+    let all: Vec<u32> = headers.chunks(HEADER_LEN_BYTES).map(number).collect();
+    let (even, odd) = all.split_at(all.len().min(MAX_RANKS));
+    let both = even.iter().zip(odd);
+    both.map(|(even, odd)| match odd.wrapping_sub(*even) as i32 {
+        ..0 => *even,
+        0.. => *odd,
+    })
+    .collect()
+}
+
 /// Most blocks that a resident kernel has for a rank.
 pub const MAX_RING_BLOCKS: u32 = 32;
 /// Memories of a rank that a resident kernel may be told to read and write.
@@ -577,6 +602,7 @@ int main() {
             printf("%u %u %u %u\n", c.signature, c.num_packs, c.src_whole_packs, c.dst_whole_packs);
         }
     printf("%llu\n", abort_word(REASON_SEQUENCE, 9, 0x1234567u, 77));
+    printf("%zu %zu\n", AR_OFFSETOF(Signal, header), sizeof(Signal::header));
 }
 "#;
 
@@ -627,6 +653,7 @@ int main() {
             sequence: 77,
         };
         expected += &format!("{}\n", abort.to_word());
+        expected += &format!("{HEADERS_OFFSET} {HEADERS_LEN_BYTES}\n");
         assert_eq!(String::from_utf8(output.stdout).unwrap(), expected);
     }
 
@@ -654,6 +681,31 @@ int main() {
                 assert!(known, "{name}: {included}");
             }
         }
+    }
+
+    #[test]
+    fn the_newest_call_is_that_of_the_later_parity() {
+        let mut headers = vec![0_u8; HEADERS_LEN_BYTES];
+        let mut write = |parity: usize, source: usize, number: u32, signature: u32| {
+            let word = u64::from(number) | u64::from(signature) << 32;
+            let at = (parity * MAX_RANKS + source) * 32;
+            headers
+                .get_mut(at..at + 8)
+                .unwrap()
+                .copy_from_slice(&word.to_le_bytes());
+        };
+        write(0, 0, 4, 9);
+        write(1, 0, 5, u32::MAX);
+        write(0, 1, 6, 1);
+        write(1, 1, 5, 1);
+        // The numbers wrap.
+        write(0, 15, 0, 7);
+        write(1, 15, u32::MAX, 7);
+        let newest = newest_calls(&headers);
+        let mut expected = vec![0; MAX_RANKS];
+        expected.splice(..2, [5, 6]);
+        assert_eq!(newest, expected);
+        assert_eq!(newest_calls(&[]), Vec::<u32>::new());
     }
 
     #[test]

@@ -25,12 +25,15 @@ use allreduce_contract::kernel::{
     RING_STAGING, Regions, RingLaunch, RingPlace, command, dtype_code, has_islands, op_code,
 };
 use allreduce_contract::module::{Kernels, LaunchError, Shape};
-use allreduce_contract::v1::{self, CudaMemory, CudaWindows, Peers, PlanResponse, RegionKind};
+use allreduce_contract::v1::{
+    self, CudaMemory, CudaWindows, Peers, PlanResponse, RegionKind, RingCounts,
+};
 use allreduce_contract::window::{Abort, AbortReason, Control};
 use allreduce_contract::{Algorithm, Dtype, Op, WorldSize};
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::mem::offset_of;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
@@ -330,6 +333,36 @@ fn offset_in((start, has): (u64, u64), at: u64, len_bytes: u64) -> Option<u64> {
     (end <= has).then_some(offset_bytes)
 }
 
+/// Lane `resident`: reductions that were enqueued or captured, and those of them that are copied. Whoever shows them reads
+/// them when it likes.
+#[derive(Debug, Default)]
+struct Rings {
+    calls: AtomicU64,
+    staged: AtomicU64,
+}
+
+impl Rings {
+    fn count(&self, staged: bool) {
+        // Relaxed: counts, which order nothing.
+        self.staged.fetch_add(u64::from(staged), Ordering::Relaxed);
+        self.calls.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn counts(&self) -> RingCounts {
+        let staged = self.staged.load(Ordering::Relaxed);
+        RingCounts {
+            calls: self.calls.load(Ordering::Relaxed).max(staged),
+            staged,
+        }
+    }
+
+    /// Nobody counts meanwhile.
+    fn forget(&self) {
+        self.calls.store(0, Ordering::Relaxed);
+        self.staged.store(0, Ordering::Relaxed);
+    }
+}
+
 /// A rank's side of the lane, for one epoch.
 #[derive(Debug)]
 pub(crate) struct Lane {
@@ -346,6 +379,7 @@ pub(crate) struct Lane {
     registered: Mutex<BTreeMap<u64, (u64, u8)>>,
     /// Held while a call is launched: calls of several streams are made one after the other.
     last: Mutex<LastUse>,
+    rings: Rings,
     /// Recorded on the stream of the last call when another stream makes the next.
     event: Event,
 }
@@ -363,7 +397,7 @@ pub(crate) struct Tensors {
 }
 
 impl Lane {
-    /// Opens the lane of a window's rank, with which it is closed.
+    /// Opens the lane of a window's rank, with which it is closed. How many calls it has been tried with.
     ///
     /// # Errors
     /// For the executor.
@@ -373,7 +407,7 @@ impl Lane {
         opener: Opener<'_>,
         peers: &Peers,
         image: &[u8],
-    ) -> Result<(), String> {
+    ) -> Result<u32, String> {
         let anchor =
             anchor(context, opener.communicator, opener.rank).map_err(|error| error.to_string())?;
         // One at a time: the control block is the process's.
@@ -480,6 +514,7 @@ impl Lane {
             opened: Mutex::default(),
             plans: Mutex::default(),
             last: Mutex::default(),
+            rings: Rings::default(),
             event: Event::create(context).map_err(text)?,
         };
         let stream = Stream::create(context).map_err(text)?;
@@ -505,11 +540,21 @@ impl Lane {
     }
 
     /// Reduces with the other ranks, which may still be opening theirs.
-    fn try_out(&self, trial: &Trial) -> Result<(), String> {
+    fn try_out(&self, trial: &Trial) -> Result<u32, String> {
         let _relaxed = Relaxed::begin().map_err(|error| error.to_string())?;
-        self.test(trial)?;
+        let calls = self.test(trial)?;
         self.settle(&trial.stream, &trial.layout, trial.settled)
-            .map_err(|error| error.to_string())
+            .map_err(|error| error.to_string())?;
+        self.rings.forget();
+        Ok(calls)
+    }
+
+    /// Lane `resident`: what the worker has enqueued or captured.
+    pub(crate) fn ring_counts(&self) -> Option<RingCounts> {
+        match self.way {
+            Way::Delegated => None,
+            Way::Resident(_) => Some(self.rings.counts()),
+        }
     }
 
     /// Rewrites the control block: no call is in flight (joining again is documented to need that).
@@ -561,8 +606,8 @@ impl Lane {
         stream.synchronize()
     }
 
-    /// Reduces with all ranks by the real kernels, from this process, and compares.
-    fn test(&self, trial: &Trial) -> Result<(), String> {
+    /// Reduces with all ranks by the real kernels, from this process, and compares. How many calls that took.
+    fn test(&self, trial: &Trial) -> Result<u32, String> {
         let Trial {
             stream,
             status,
@@ -620,7 +665,10 @@ impl Lane {
             data_threads: TEST_SHAPE.data_threads,
             launch_elems: TEST_ELEMS as u64,
         };
+        // Each is one launch, or ring: the tensors fit.
+        let mut calls = 0;
         for algorithm in algorithms.copied() {
+            calls += 1;
             let plan = plan_of(algorithm);
             // SAFETY: src and dst are of the memory above, used on this stream alone, which is of the lane's context.
             unsafe {
@@ -652,6 +700,7 @@ impl Lane {
             for _ in 0..2 {
                 let started = Instant::now();
                 for _ in 0..RINGS {
+                    calls += 1;
                     let plan = plan_of(Algorithm::OneShotPullInband);
                     // SAFETY: as above.
                     unsafe { self.launch(stream_handle, tensors, &plan) }
@@ -668,7 +717,7 @@ impl Lane {
             }
         }
         *locked(&self.last) = LastUse::None;
-        Ok(())
+        Ok(calls)
     }
 
     /// The plan's answer for a kind of call, if it was asked before.
@@ -824,6 +873,7 @@ impl Lane {
         let half = STAGING_LEN_BYTES / 2;
         let most = plan.launch_elems.min(half / elem_bytes).max(1);
         let mut first = 0;
+        let mut is_staged = false;
         loop {
             let count = most.min(num_elems - first);
             let len_bytes = count * elem_bytes;
@@ -835,6 +885,7 @@ impl Lane {
             let place = |at| self.place(bell, at, len_bytes);
             let [src_place, dst_place] = [(src, known[0]), (dst, known[1])]
                 .map(|(at, known)| known.then(|| place(at)).flatten());
+            is_staged |= len_bytes > 0 && (src_place.is_none() || dst_place.is_none());
             let rung_dst = dst_place.map_or(staging + half, |_| dst);
             let ring = RingLaunch {
                 control: self.anchor.memory.start(),
@@ -867,6 +918,7 @@ impl Lane {
             }
             first += count;
             if first >= num_elems {
+                self.rings.count(is_staged);
                 return Ok(());
             }
         }

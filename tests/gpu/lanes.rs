@@ -1,7 +1,7 @@
 //! Lanes `delegated` and `resident`: ranks that are processes launch the kernels themselves, or ring the executor's, also
 //! inside of graphs.
 
-use crate::harness::raw::{executor_pid, info};
+use crate::harness::raw::{block_on, dial, executor_pid, info};
 use crate::harness::worker::Worker;
 use crate::harness::{daemon, eventually, send_signal};
 use crate::rank::{JOIN_TIMEOUT, Rank, gpu_of, gpus, options};
@@ -9,6 +9,8 @@ use allreduce_client::cuda::Device;
 use allreduce_client::{
     AllReduceError, AllReduceOptions, Dtype, JoinError, JoinOptions, Lane, Op, blocking::Client,
 };
+use allreduce_contract::v1::admin_client::AdminClient;
+use allreduce_contract::v1::{CommunicatorStats, GetStatsRequest};
 use allreduced::private::PrivateDaemon;
 use nix::sys::signal::Signal;
 
@@ -468,4 +470,104 @@ fn a_parked_kernel_is_woken_by_a_ring() {
         all_answer(&mut workers, "found", "right");
         all_answer(&mut workers, "check", "well");
     }
+}
+
+pub(crate) fn stats(daemon: &PrivateDaemon, name: &str) -> CommunicatorStats {
+    let request = GetStatsRequest {
+        communicator: name.to_owned(),
+    };
+    let answer = block_on(async {
+        let mut admin = AdminClient::new(dial(daemon.socket()).await);
+        admin.get_stats(request).await.unwrap().into_inner()
+    });
+    answer.communicators.into_iter().next().unwrap()
+}
+
+/// Calls that every rank, and each, has begun by itself; all alike, since nothing is under way.
+fn calls_made(daemon: &PrivateDaemon, name: &str) -> u64 {
+    let stats = stats(daemon, name);
+    let of_ranks: Vec<u64> = stats.ranks.iter().map(|rank| rank.lane_calls).collect();
+    assert!(
+        of_ranks.iter().all(|calls| *calls == stats.lane_calls),
+        "{of_ranks:?}, all: {}",
+        stats.lane_calls
+    );
+    stats.lane_calls
+}
+
+/// No CPU of ours sees a replay; the GPU's own numbers are counted, over epochs, and nothing else is.
+fn what_ranks_do_themselves_is_counted(lane: Lane) {
+    let daemon = daemon(&[]);
+    let name = "counted";
+    let mut workers = start(&daemon, name, 3, lane);
+    assert_eq!(calls_made(&daemon, name), 0, "trying the lane is no call");
+    all_answer(&mut workers, "capture", "captured");
+    assert_eq!(calls_made(&daemon, name), 0, "nor is capturing");
+    replay_well(&mut workers, 1);
+    // Six reductions, one of them longer than a slot.
+    let replay = calls_made(&daemon, name);
+    assert!(replay > 6, "{replay}");
+    replay_well(&mut workers, 10);
+    assert_eq!(calls_made(&daemon, name), 11 * replay);
+    all_answer(&mut workers, "eager", "called");
+    all_answer(&mut workers, "sync", "synced");
+    assert_eq!(calls_made(&daemon, name), 11 * replay + 1);
+    // Of an epoch that is over.
+    all_answer(&mut workers, "leave", "left");
+    eventually("the count of the epoch", || {
+        (calls_made(&daemon, name) == 11 * replay + 1).then_some(())
+    });
+    join_all(&mut workers, lane);
+    assert_eq!(calls_made(&daemon, name), 11 * replay + 1);
+    replay_well(&mut workers, 2);
+    assert_eq!(calls_made(&daemon, name), 13 * replay + 1);
+
+    let rings = || -> Vec<[u64; 2]> {
+        let ranks = stats(&daemon, name).ranks;
+        let rings = ranks.iter();
+        rings
+            .map(|rank| [rank.ring_calls, rank.ring_calls_staged])
+            .collect()
+    };
+    // Captured once, called once; all but the empty one of memory that is not registered.
+    let expected = match lane {
+        Lane::Resident => [7, 6],
+        _ => [0, 0],
+    };
+    eventually("what clients tell with their heartbeats", || {
+        (rings() == [expected; 3]).then_some(())
+    });
+    if lane == Lane::Resident {
+        // In the arena: not copied.
+        all_answer(&mut workers, "call-elems 64", "called");
+        eventually("one more that is not staged", || {
+            (rings() == [[8, 6]; 3]).then_some(())
+        });
+    }
+    let socket = daemon.socket().to_str().unwrap();
+    let text = crate::harness::run(&["status", "--socket", socket]).stdout;
+    println!("{text}");
+    assert!(text.contains("calls by every rank itself"), "{text}");
+    let says = text.contains("staged: 6 of 8 calls enqueued or captured: register their memory");
+    assert_eq!(says, lane == Lane::Resident, "{text}");
+    let json = crate::harness::run(&["status", "--json", "--socket", socket]).json();
+    let shown = &json["communicators"][0];
+    assert_eq!(shown["lane_calls"], shown["ranks"][0]["lane_calls"]);
+    all_answer(&mut workers, "leave", "left");
+}
+
+#[test]
+fn what_ranks_do_themselves_is_counted_delegated() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    what_ranks_do_themselves_is_counted(Lane::Delegated);
+}
+
+#[test]
+fn what_ranks_do_themselves_is_counted_resident() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    what_ranks_do_themselves_is_counted(Lane::Resident);
 }

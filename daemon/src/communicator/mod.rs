@@ -23,6 +23,7 @@
 
 mod arena;
 mod error;
+mod lane_calls;
 mod rendezvous;
 mod stats;
 
@@ -30,6 +31,7 @@ pub(crate) use error::{
     BufferError, CallError, EndCause, EpochEnd, Gone, GpuError, JoinError, REGISTER_ALIGN_BYTES,
     Side,
 };
+pub(crate) use lane_calls::LaneCalls;
 pub(crate) use rendezvous::{Place, Signature, Ticket};
 pub(crate) use stats::{Count, Quantiles, RankStats, ReductionKind, Stats};
 

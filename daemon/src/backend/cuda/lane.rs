@@ -15,8 +15,9 @@ use crate::communicator::GpuError;
 use crate::config::CudaConfig;
 use allreduce_contract::cuda::{CudaError, DeviceMemory, IPC_HANDLE_LEN};
 use allreduce_contract::kernel::{
-    CONTROL_BLOCK_BYTES, Instance, MAX_RING_BLOCKS, MAX_RING_BUFFERS, RING_ARENA,
-    RING_PARKED_OFFSET, Regions, ResidentState, RingBuffer, SIGNAL_BYTES,
+    CONTROL_BLOCK_BYTES, HEADERS_LEN_BYTES, HEADERS_OFFSET, Instance, MAX_RING_BLOCKS,
+    MAX_RING_BUFFERS, RING_ARENA, RING_PARKED_OFFSET, Regions, ResidentState, RingBuffer,
+    SIGNAL_BYTES, newest_calls,
 };
 use allreduce_contract::memory::SealedMemory;
 use allreduce_contract::v1::CudaMemory;
@@ -50,6 +51,16 @@ pub(crate) struct EpochLane {
 impl EpochLane {
     pub(crate) fn residents(&self) -> &[Resident] {
         &self.residents
+    }
+
+    /// By rank: the number of its newest call in the epoch, modulo 2^32, by what its kernel has told its peers. Waits for the
+    /// side stream's copies and no kernel.
+    pub(crate) fn newest_calls(&self) -> Result<Vec<u32>, CudaError> {
+        // Every rank greets every window, so any will do.
+        let window = self.windows.first().map(LaneWindow::newest_calls);
+        let mut calls = window.transpose()?.unwrap_or_default();
+        calls.truncate(self.windows.len());
+        Ok(calls)
     }
 }
 
@@ -106,6 +117,16 @@ impl LaneWindow {
     /// The image of the kernels for the rank's GPU, and its length.
     pub(crate) fn kernels(&self) -> (&OwnedFd, u64) {
         (&self.kernels, self.kernels_len_bytes)
+    }
+
+    /// By rank: the newest call that it has announced here.
+    fn newest_calls(&self) -> Result<Vec<u32>, CudaError> {
+        let mut headers = vec![0; HEADERS_LEN_BYTES];
+        let at = self.memory.start() + HEADERS_OFFSET;
+        // SYNC: header. Each word carries its number by itself; kernels may write them meanwhile.
+        // SAFETY: the headers are inside the window (abi.h, Signal).
+        unsafe { self.gpu.side_stream.download(at, &mut headers) }?;
+        Ok(newest_calls(&headers))
     }
 
     /// Tells the rank's kernels, those that wait and those to come, that the epoch is over. Waits for nothing.

@@ -368,6 +368,50 @@ impl CudaBackend {
         });
     }
 
+    /// As [`Self::submit`], for what neither frees nor unmaps: kernels that stay do not notice.
+    fn look<R>(
+        &self,
+        what: &'static str,
+        work: impl FnOnce() -> R + Send + 'static,
+        done: impl FnOnce(R) + Send + 'static,
+    ) {
+        let busy = Arc::clone(&self.busy);
+        self.thread.run(move |_| {
+            *lock(&busy) = Some((Instant::now(), what));
+            let result = work();
+            *lock(&busy) = None;
+            done(result);
+        });
+    }
+
+    /// Has the CUDA thread read how many calls each rank has begun in an epoch whose lane is still there, in rank order and
+    /// modulo 2^32. `done` is told none if that cannot be read. Whether there is a lane, and so an answer.
+    pub(crate) fn count_calls(
+        &self,
+        epoch: u64,
+        done: impl FnOnce(Option<Vec<u32>>) + Send + 'static,
+    ) -> bool {
+        let session = self
+            .epoch_of(epoch)
+            .and_then(|epoch| epoch.sessions.first());
+        let Some(lane) = session.and_then(|session| self.lanes_of.get(session)) else {
+            return false;
+        };
+        let lane = Arc::clone(lane);
+        self.look(
+            "counting the ranks' calls",
+            move || {
+                let calls = lane.newest_calls();
+                if let Err(error) = &calls {
+                    tracing::warn!(%error, "cannot read how many calls the ranks have made");
+                }
+                calls.ok()
+            },
+            done,
+        );
+        true
+    }
+
     /// What the CUDA thread has been at for longer than the configured time, if it has.
     pub(crate) fn stuck_in(&self) -> Option<&'static str> {
         let limit = crate::config::ms(self.config.setup_timeout_ms);

@@ -25,6 +25,7 @@ mod random;
 mod rpc;
 #[allow(dead_code)] // used by explain
 mod simulate;
+mod slots;
 mod spread;
 mod status;
 mod supervisor;

@@ -472,6 +472,90 @@ fn a_parked_kernel_is_woken_by_a_ring() {
     }
 }
 
+fn ask_for(workers: &mut [Worker], lanes: &str, expected: &str) {
+    for answer in ask_all(workers, &format!("join-for {lanes}")) {
+        assert!(answer.contains(expected), "{answer}");
+    }
+}
+
+/// Several communicators keep a kernel on the GPU: together they leave room. Who comes late has fewer blocks, or another lane,
+/// and says so; who goes, or dies, gives them back.
+#[test]
+fn communicators_that_keep_kernels_on_a_gpu_share_its_blocks() {
+    let Some((_watchdog, devices)) = gpus_with_mps() else {
+        return;
+    };
+    if devices.len() > 1 {
+        println!("skipped: the ranks have a GPU each");
+        return;
+    }
+    let lane = Lane::Resident;
+    let daemon = daemon(&[
+        ("ALLREDUCED_CUDA__RESIDENT_BLOCKS", "3"),
+        ("ALLREDUCED_CUDA__RESIDENT_BLOCKS_PER_GPU", "9"),
+    ]);
+    let mut first = start(&daemon, "first", 2, lane);
+    assert_eq!(stats(&daemon, "first").warnings, Vec::<String>::new());
+    let mut second = start(&daemon, "second", 2, lane);
+    let warnings = stats(&daemon, "second").warnings;
+    assert!(
+        warnings
+            .iter()
+            .any(|warning| warning.contains("has 1 blocks")),
+        "{warnings:?}"
+    );
+    for workers in [&mut first, &mut second] {
+        all_answer(workers, "capture", "captured");
+    }
+    for _ in 0..5 {
+        // Both at the same time.
+        all_answer(&mut first, "replay 5", "replayed");
+        all_answer(&mut second, "replay 5", "replayed");
+        for workers in [&mut first, &mut second] {
+            all_answer(workers, "sync", "synced");
+            all_answer(workers, "found", "right");
+            all_answer(workers, "check", "well");
+        }
+    }
+    let mut third: Vec<Worker> = (0..2)
+        .map(|rank| Worker::start(daemon.socket(), "third", rank, 2))
+        .collect();
+    let refused = "no block left for each of 2 ranks";
+    ask_for(&mut third, "resident", refused);
+    ask_for(&mut third, "resident,delegated", refused);
+    ask_for(&mut third, "resident,delegated", "joined delegated");
+    all_answer(&mut third, "reduce", "reduced");
+    all_answer(&mut third, "leave", "left");
+    // Joining again costs the first nothing more.
+    join_all(&mut first, lane);
+    assert_eq!(stats(&daemon, "first").warnings, Vec::<String>::new());
+    all_answer(&mut second, "leave", "left");
+    eventually("the blocks that the second has given back", || {
+        let answers = ask_all(&mut third, "join-for resident");
+        let joined = |answer: &String| answer.starts_with("joined resident ");
+        answers.iter().all(joined).then_some(())
+    });
+    replay_well(&mut first, 3);
+    all_answer(&mut third, "reduce", "reduced");
+    // Parked, since MPS takes down who shares the GPU with a client that is killed at work.
+    for workers in [&mut first, &mut third] {
+        assert_eq!(workers[0].ask("disarm"), "done");
+    }
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    let pid = executor_pid(daemon.socket(), "first");
+    send_signal(pid, Signal::SIGKILL);
+    all_answer(&mut third, "leave", "left");
+    let mut fourth: Vec<Worker> = (0..3)
+        .map(|rank| Worker::start(daemon.socket(), "fourth", rank, 3))
+        .collect();
+    eventually("all blocks", || {
+        ask_for(&mut fourth, "resident", "joined resident");
+        let warnings = stats(&daemon, "fourth").warnings;
+        warnings.is_empty().then_some(())
+    });
+    all_answer(&mut fourth, "reduce", "reduced");
+}
+
 pub(crate) fn stats(daemon: &PrivateDaemon, name: &str) -> CommunicatorStats {
     let request = GetStatsRequest {
         communicator: name.to_owned(),

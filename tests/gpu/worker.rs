@@ -34,6 +34,25 @@ pub fn run_if_asked() {
                 say(&format!("joined {}", rank.communicator.epoch()));
                 joined = Some(rank);
             }
+            // With these lanes, best first, if they can be had.
+            (["join-for", lanes], _) => {
+                drop(joined.take());
+                let options = options(&asked.communicator, asked.rank, asked.world_size, device);
+                let lanes = lanes.split(',').map(|lane| lane.parse().unwrap());
+                match Rank::try_join(
+                    &asked.socket,
+                    options.lanes(lanes.collect::<Vec<Lane>>()),
+                    device,
+                ) {
+                    Ok(rank) => {
+                        let communicator = &rank.communicator;
+                        let (lane, reason) = (communicator.lane(), communicator.lane_reason());
+                        say(&format!("joined {lane} {reason}"));
+                        joined = Some(rank);
+                    }
+                    Err(error) => say(&error.to_string()),
+                }
+            }
             (["reduce"], Some(rank)) => match rank.reduce_one() {
                 Ok(()) => say("reduced"),
                 Err(error) => say(&describe(&error)),

@@ -18,7 +18,7 @@ use crate::communicator::{
 use crate::config::ms;
 use crate::executor::ExecutorSpec;
 use crate::health::HealthTable;
-use crate::plan::{LaneChoice, Plan, lane_geometry};
+use crate::plan::{LaneChoice, Plan, ResidentBlocks, lane_geometry};
 use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
 use allreduce_contract::cuda::ImportedMemory;
 use allreduce_contract::kernel::{Instance, MAX_RING_BUFFERS, Regions};
@@ -31,6 +31,7 @@ use allreduce_contract::window::{ABI_VERSION, Control};
 use allreduce_contract::{Algorithm, Backend as BackendKind, Lane, Rank};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
@@ -713,6 +714,7 @@ impl Task {
                         spec.cuda.clone(),
                         spec.topology.clone(),
                         spec.world_size(),
+                        spec.socket.parent().unwrap_or(Path::new(".")).to_owned(),
                     )?;
                     Backend::Cuda(Box::new(backend))
                 }
@@ -1256,6 +1258,20 @@ impl Task {
             limits.shared_by_mps = cuda.is_shared_by_mps(&sessions, &self.has_mps);
             self.warnings = cuda.warnings(&sessions, &self.has_mps);
             self.warnings.extend(notes);
+            match (self.communicator.lane_on(&limits), limits.resident) {
+                (Some(Lane::Resident), Ok(asked)) => {
+                    limits.resident = cuda.take_blocks(&sessions, asked);
+                    if let Ok(ResidentBlocks { blocks, .. }) = limits.resident
+                        && blocks < asked.blocks
+                    {
+                        self.warnings.push(format!(
+                            "lane resident has {blocks} blocks of a GPU for each rank, not {}: other communicators have the rest of those that may stay there (cuda.resident_blocks_per_gpu)",
+                            asked.blocks
+                        ));
+                    }
+                }
+                _ => cuda.give_blocks_back(),
+            }
             cuda.begin_epoch(epoch, sessions)
                 .map(|()| GpusTested {
                     limits,
@@ -1602,6 +1618,8 @@ impl Task {
         }
         if self.communicator.num_sessions() > 0 {
             self.idle_since = Instant::now();
+        } else if let Backend::Cuda(cuda) = &mut self.backend {
+            cuda.give_blocks_back();
         }
     }
 
@@ -1754,6 +1772,7 @@ impl Task {
                         instance: Instance::of(self.spec.world_size()),
                         epoch,
                         timeout: LANE_TEST_TIMEOUT,
+                        slots: cuda.slots().cloned(),
                         resident: match lane {
                             Lane::Resident => self.communicator.resident_shape().map(|shape| {
                                 cuda::ResidentShape {

@@ -13,6 +13,7 @@ use crate::backend::cuda::test::gpus_of;
 use crate::backend::cuda::window::{GRANULE_BYTES, Window, allocate};
 use crate::communicator::GpuError;
 use crate::config::CudaConfig;
+use crate::slots::BlockSlots;
 use allreduce_contract::cuda::{CudaError, DeviceMemory, IPC_HANDLE_LEN};
 use allreduce_contract::kernel::{
     CONTROL_BLOCK_BYTES, HEADERS_LEN_BYTES, HEADERS_OFFSET, Instance, MAX_RING_BLOCKS,
@@ -44,6 +45,8 @@ pub(crate) struct LaneWindow {
 pub(crate) struct EpochLane {
     /// By GPU, with lane `resident`. Before the windows: they end before those are freed.
     residents: Vec<Resident>,
+    /// The blocks that those have, which are free when they have ended.
+    _slots: Option<Arc<BlockSlots>>,
     /// In rank order.
     pub(crate) windows: Vec<LaneWindow>,
 }
@@ -149,6 +152,8 @@ pub(crate) struct LaneSpec {
     pub(crate) timeout: Duration,
     /// With lane `resident`.
     pub(crate) resident: Option<ResidentShape>,
+    /// With lane `resident`: the GPUs' blocks that the communicator has.
+    pub(crate) slots: Option<Arc<BlockSlots>>,
 }
 
 /// Makes what an epoch's lane has; `windows` are all ranks', in rank order. On the CUDA thread.
@@ -173,6 +178,7 @@ pub(crate) fn create(
     };
     Ok(EpochLane {
         residents,
+        _slots: spec.slots.clone(),
         windows: made,
     })
 }

@@ -30,7 +30,7 @@ pub const MAIN_SOURCE: (&str, &str) = source!("all_reduce.cu");
 
 /// Its headers, by the names it includes them with. They include nothing else.
 #[cfg(feature = "kernels")]
-pub const HEADERS: [(&str, &str); 9] = [
+pub const HEADERS: [(&str, &str); 10] = [
     source!("abi.h"),
     source!("mem.cuh"),
     source!("num.cuh"),
@@ -40,6 +40,7 @@ pub const HEADERS: [(&str, &str); 9] = [
     source!("hierarchical.cuh"),
     source!("reduce_copied.cuh"),
     source!("resident.cuh"),
+    source!("gate.cuh"),
 ];
 
 /// Version of this layout, in each control block.
@@ -502,6 +503,27 @@ const _: () = {
     assert!(size_of::<RingLaunch>() == 48);
 };
 
+/// Length of `Gate` of abi.h, which is zero when an epoch begins.
+pub const GATE_BYTES: u64 = 16;
+
+/// `GateLaunch` of abi.h: the parameter of the kernel that lets one run of a rank's calls through at a time.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct GateLaunch {
+    /// Device address of the rank's own [`ControlBlock`].
+    pub control: u64,
+    /// Of its gate.
+    pub gate: u64,
+    /// Of a word that has the number of calls of the run, for one that is being captured; 0 for the next field.
+    pub calls: u64,
+    /// Calls of the run.
+    pub num_calls: u32,
+    /// Lane `resident`: blocks that the resident kernel has for the rank; 0: the rank launches itself.
+    pub ring_blocks: u32,
+}
+
+const _: () = assert!(size_of::<GateLaunch>() == 32);
+
 /// A tensor of a command: a memory, and where in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RingPlace {
@@ -603,6 +625,7 @@ int main() {
         }
     printf("%llu\n", abort_word(REASON_SEQUENCE, 9, 0x1234567u, 77));
     printf("%zu %zu\n", AR_OFFSETOF(Signal, header), sizeof(Signal::header));
+    printf("%zu %zu\n", sizeof(Gate), sizeof(GateLaunch));
 }
 "#;
 
@@ -654,6 +677,7 @@ int main() {
         };
         expected += &format!("{}\n", abort.to_word());
         expected += &format!("{HEADERS_OFFSET} {HEADERS_LEN_BYTES}\n");
+        expected += &format!("{GATE_BYTES} {}\n", size_of::<GateLaunch>());
         assert_eq!(String::from_utf8(output.stdout).unwrap(), expected);
     }
 

@@ -17,12 +17,13 @@ use crate::communicator::AllReduceOptions;
 use crate::cuda::{StreamHandle, locked};
 use crate::error::AllReduceError;
 use allreduce_contract::cuda::{
-    Context, CudaError, DeviceMemory, Entered, Event, IPC_HANDLE_LEN, ImportedMemory,
-    RegisteredPage, Relaxed, Stream, allocation_around, copy, is_capturing,
+    Capturing, Context, CudaError, DeviceMemory, Entered, Event, IPC_HANDLE_LEN, ImportedMemory,
+    RegisteredPage, Relaxed, Stream, allocation_around, capturing, copy,
 };
 use allreduce_contract::kernel::{
-    CONTROL_BLOCK_BYTES, Call, CallParts, ControlBlock, Instance, MAX_RING_BUFFERS, RING_ARENA,
-    RING_STAGING, Regions, RingLaunch, RingPlace, command, dtype_code, has_islands, op_code,
+    CONTROL_BLOCK_BYTES, Call, CallParts, ControlBlock, GATE_BYTES, GateLaunch, Instance,
+    MAX_RING_BUFFERS, RING_ARENA, RING_STAGING, Regions, RingLaunch, RingPlace, command,
+    dtype_code, has_islands, op_code,
 };
 use allreduce_contract::module::{Kernels, LaunchError, Shape};
 use allreduce_contract::v1::{
@@ -64,8 +65,99 @@ struct Anchor {
     opening: Mutex<()>,
     /// Lane `resident`: where tensors are copied to, and from: captured copies name it.
     staging: Mutex<Option<Arc<Staging>>>,
+    runs: Runs,
     /// The session whose epoch it is in, 0 for none.
     owner: Mutex<u64>,
+}
+
+/// What lets one run of calls through at a time: those of a captured graph, or one that is not captured
+/// (kernels/cuda/gate.cuh). Calls that are enqueued are ordered by [`Lane::order`]; where graphs are launched only the GPU
+/// sees. So it is passed once in each graph, and, as soon as there is one, by each other call.
+#[derive(Debug)]
+struct Runs {
+    /// The gate, then for each graph how many calls it has.
+    memory: DeviceMemory,
+    /// Carries those numbers.
+    stream: Stream,
+    captured: Mutex<Captured>,
+}
+
+/// The graphs that calls were captured into.
+#[derive(Debug, Default)]
+struct Captured {
+    /// By the driver's number: place and calls.
+    graphs: BTreeMap<u64, (u64, u32)>,
+}
+
+/// Length of the gate's memory, and so how many graphs can be told apart; calls in others pass no gate.
+const RUNS_LEN_BYTES: u64 = 64 << 10;
+const MAX_GRAPHS: u64 = (RUNS_LEN_BYTES - GATE_BYTES) / 4;
+
+impl Runs {
+    fn create(context: &Arc<Context>) -> Result<Self, CudaError> {
+        let runs = Self {
+            memory: DeviceMemory::allocate(context, RUNS_LEN_BYTES)?,
+            stream: Stream::create(context)?,
+            captured: Mutex::default(),
+        };
+        // SAFETY: the memory is its own, and nobody knows it yet.
+        unsafe { runs.stream.fill(runs.memory.start(), 0, RUNS_LEN_BYTES) }?;
+        runs.stream.synchronize()?;
+        Ok(runs)
+    }
+
+    fn gate(&self) -> u64 {
+        self.memory.start()
+    }
+
+    /// Where a graph's number of calls is.
+    fn word(&self, place: u64) -> u64 {
+        self.memory.start() + GATE_BYTES + 4 * place
+    }
+
+    /// What a call of `calls` launches has to pass, if anything: it is not captured, or the first of its graph.
+    fn gate_of(&self, capture: Capturing, calls: u32) -> Option<GateLaunch> {
+        let mut captured = locked(&self.captured);
+        let gate = GateLaunch {
+            gate: self.gate(),
+            ..GateLaunch::default()
+        };
+        match capture {
+            Capturing::No => (!captured.graphs.is_empty()).then_some(GateLaunch {
+                num_calls: calls,
+                ..gate
+            }),
+            Capturing::Graph(number) => {
+                let place = captured.graphs.len() as u64;
+                if captured.graphs.contains_key(&number) || place >= MAX_GRAPHS {
+                    return None;
+                }
+                captured.graphs.insert(number, (place, 0));
+                Some(GateLaunch {
+                    calls: self.word(place),
+                    ..gate
+                })
+            }
+            Capturing::Unknown => None,
+        }
+    }
+
+    /// A call was launched. If the number does not get to the GPU before the graph does, a gate sees the graph end too soon, no
+    /// more.
+    fn count(&self, capture: Capturing) -> Result<(), CudaError> {
+        let Capturing::Graph(number) = capture else {
+            return Ok(());
+        };
+        let mut captured = locked(&self.captured);
+        let Some((place, calls)) = captured.graphs.get_mut(&number) else {
+            return Ok(());
+        };
+        *calls += 1;
+        // The thread may be the one that captures.
+        let _relaxed = Relaxed::begin()?;
+        // SAFETY: the word is in the memory; gates read it when graphs run, which this one does not yet.
+        unsafe { self.stream.upload(self.word(*place), &calls.to_le_bytes()) }
+    }
 }
 
 /// What a process has once, by key.
@@ -158,6 +250,7 @@ fn anchor(context: &Arc<Context>, communicator: &str, rank: u32) -> Result<Arc<A
         memory: DeviceMemory::allocate(context, CONTROL_BLOCK_BYTES)?,
         opening: Mutex::new(()),
         staging: Mutex::default(),
+        runs: Runs::create(context)?,
         owner: Mutex::new(0),
     });
     anchors.insert(key, Arc::clone(&anchor));
@@ -276,7 +369,7 @@ enum LastUse {
     /// On a stream that was not captured, or was.
     Stream {
         stream: StreamHandle,
-        captured: bool,
+        capture: Capturing,
     },
     /// On one that was closed since; the event is behind it.
     Closed,
@@ -581,8 +674,9 @@ impl Lane {
         };
         let mut owner = locked(&self.anchor.owner);
         let start = self.anchor.memory.start();
-        // SAFETY: the ranges are inside the control block and the status; no kernel uses them now.
+        // SAFETY: the ranges are inside the control block, the gate and the status; no kernel uses them now.
         unsafe {
+            stream.fill(self.anchor.runs.gate(), 0, GATE_BYTES)?;
             stream.fill(status.start(), 0, STATUS_LEN_BYTES)?;
             stream.fill(start, 0, CONTROL_BLOCK_BYTES)?;
             stream.upload(start, block.bytes())?;
@@ -772,13 +866,24 @@ impl Lane {
         let mut last = locked(&self.last);
         let entered = self.context.enter().map_err(AllReduceError::Cuda)?;
         // SAFETY: the caller's; earlier streams live until they are closed (all_reduce_on says so).
-        let captured = unsafe { self.order(&mut last, stream) }.map_err(AllReduceError::Cuda)?;
+        let capture = unsafe { self.order(&mut last, stream) }.map_err(AllReduceError::Cuda)?;
+        let place = (stream, capture);
+        // Before it is tried: a part of it may be enqueued when the rest cannot be.
+        *last = LastUse::Stream { stream, capture };
         if let Way::Resident(bell) = self.way {
-            // Before it is tried: a part of it may be enqueued when the rest cannot be.
-            *last = LastUse::Stream { stream, captured };
             // SAFETY: the caller's.
-            return unsafe { self.ring(&entered, stream, tensors, plan, &bell) };
+            return unsafe { self.ring(&entered, place, tensors, plan, &bell) };
         }
+        // SAFETY: the caller's.
+        unsafe {
+            self.pass_gate(
+                &entered,
+                place,
+                num_elems.div_ceil(plan.launch_elems.max(1)),
+                0,
+            )
+        }
+        .map_err(AllReduceError::Cuda)?;
         let mut first = 0;
         loop {
             let count = plan.launch_elems.max(1).min(num_elems - first);
@@ -808,12 +913,40 @@ impl Lane {
                 LaunchError::Cuda(error) => AllReduceError::Cuda(error),
                 LaunchError::NoKernel { .. } => AllReduceError::NotLaunched(error.to_string()),
             })?;
-            *last = LastUse::Stream { stream, captured };
+            self.anchor
+                .runs
+                .count(capture)
+                .map_err(AllReduceError::Cuda)?;
             first += count;
             if first >= num_elems {
                 return Ok(());
             }
         }
+    }
+
+    /// Enqueues the gate before a call of `launches` launches, or rings, where it has to pass one.
+    ///
+    /// # Safety
+    /// As [`Self::launch`].
+    unsafe fn pass_gate(
+        &self,
+        entered: &Entered<'_>,
+        (stream, capture): (StreamHandle, Capturing),
+        launches: u64,
+        ring_blocks: u32,
+    ) -> Result<(), CudaError> {
+        let calls = u32::try_from(launches.max(1)).unwrap_or(u32::MAX);
+        let Some(gate) = self.anchor.runs.gate_of(capture, calls) else {
+            return Ok(());
+        };
+        let gate = GateLaunch {
+            control: self.anchor.memory.start(),
+            ring_blocks,
+            ..gate
+        };
+        // SAFETY: the caller's for the stream; the control block and the gate live for ever, and the windows while the
+        // control block names them (close).
+        unsafe { self.kernels.launch_gate(entered, stream.raw(), gate) }
     }
 
     /// A memory of the worker's that the executor has mapped: commands may name it, by this number.
@@ -852,7 +985,7 @@ impl Lane {
     unsafe fn ring(
         &self,
         entered: &Entered<'_>,
-        stream: StreamHandle,
+        (stream, capture): (StreamHandle, Capturing),
         tensors: Tensors,
         plan: &LanePlan,
         bell: &Bell,
@@ -872,6 +1005,17 @@ impl Lane {
         let staging = bell.staging;
         let half = STAGING_LEN_BYTES / 2;
         let most = plan.launch_elems.min(half / elem_bytes).max(1);
+        // Before the staging memory is written, which is of all runs.
+        // SAFETY: the caller's.
+        unsafe {
+            self.pass_gate(
+                entered,
+                (stream, capture),
+                num_elems.div_ceil(most),
+                bell.blocks,
+            )
+        }
+        .map_err(AllReduceError::Cuda)?;
         let mut first = 0;
         let mut is_staged = false;
         loop {
@@ -916,6 +1060,10 @@ impl Lane {
                         .map_err(AllReduceError::Cuda)?;
                 }
             }
+            self.anchor
+                .runs
+                .count(capture)
+                .map_err(AllReduceError::Cuda)?;
             first += count;
             if first >= num_elems {
                 self.rings.count(is_staged);
@@ -925,22 +1073,27 @@ impl Lane {
     }
 
     /// Orders a call on `stream` behind the one before, where that was made on another stream; whether `stream` is
-    /// being captured. Calls in a graph are not ordered with calls outside of it: its launch is the worker's.
+    /// being captured. Calls in a graph are not ordered with calls outside of it, nor in another: its launch is the worker's, and
+    /// the gate sees what runs at once.
     ///
     /// # Safety
     /// Both streams are live, of the lane's context, or null.
-    unsafe fn order(&self, last: &mut LastUse, stream: StreamHandle) -> Result<bool, CudaError> {
+    unsafe fn order(
+        &self,
+        last: &mut LastUse,
+        stream: StreamHandle,
+    ) -> Result<Capturing, CudaError> {
         let entered = self.context.enter()?;
         // SAFETY: the caller's.
-        let is_capturing = |stream: StreamHandle| unsafe { is_capturing(&entered, stream.raw()) };
-        let captured = is_capturing(stream)?;
+        let capture_of = |stream: StreamHandle| unsafe { capturing(&entered, stream.raw()) };
+        let capture = capture_of(stream)?;
         match *last {
             LastUse::Stream {
                 stream: before,
-                captured: was_captured,
-            } if before != stream && was_captured == captured => {
+                capture: capture_before,
+            } if before != stream && capture_before == capture => {
                 // A capture that has ended since is over and done with.
-                if !captured || is_capturing(before)? {
+                if capture == Capturing::No || capture_of(before)? == capture {
                     // SAFETY: the caller's; the event is of the lane's context.
                     unsafe {
                         self.event.record_on(before.raw())?;
@@ -948,13 +1101,13 @@ impl Lane {
                     }
                 }
             }
-            LastUse::Closed if !captured => {
+            LastUse::Closed if capture == Capturing::No => {
                 // SAFETY: the caller's.
                 unsafe { self.event.await_on(stream.raw()) }?;
             }
             LastUse::None | LastUse::Closed | LastUse::Stream { .. } => {}
         }
-        Ok(captured)
+        Ok(capture)
     }
 
     /// Forgets a stream, which is about to be destroyed.
@@ -966,9 +1119,9 @@ impl Lane {
         match *last {
             LastUse::Stream {
                 stream: before,
-                captured,
+                capture,
             } if before == stream => {
-                if captured {
+                if capture != Capturing::No {
                     *last = LastUse::None;
                 } else {
                     let _entered = self.context.enter()?;

@@ -324,7 +324,7 @@ mod tests {
         let says = BufReader::new(child.stdout.take().unwrap());
         let mut lines = says.lines().map(Result::unwrap);
         let taken = lines.find(|line| line.starts_with("taken "));
-        (child, taken.expect("the child takes blocks"))
+        (child, taken.unwrap())
     }
 
     #[test]

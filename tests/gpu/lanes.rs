@@ -655,3 +655,112 @@ fn what_ranks_do_themselves_is_counted_resident() {
     };
     what_ranks_do_themselves_is_counted(Lane::Resident);
 }
+
+/// No worker does that, and no sum may be wrong for it: two graphs of a communicator on two streams, or calls beside a graph.
+/// Either they happened to come one after the other, or every rank is told; and joining again makes the same graphs right.
+fn what_runs_at_once_is_refused(lane: Lane) {
+    let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "5000")]);
+    let mut workers = start(&daemon, "at-once", 2, lane);
+    all_answer(&mut workers, "capture", "captured");
+    all_answer(&mut workers, "capture-second", "captured");
+    // In turn they may, on whatever streams.
+    all_answer(&mut workers, "in-turn 10", "right and right");
+    all_answer(&mut workers, "check", "well");
+    let mut refused = 0;
+    for round in 0..6 {
+        let what = match round % 2 {
+            0 => "at-once graphs 5",
+            _ => "at-once calls 5",
+        };
+        for answer in ask_all(&mut workers, what) {
+            println!("{what}: {answer}");
+            assert!(!answer.contains("wrong"), "{what}: {answer}");
+        }
+        for told in ask_all(&mut workers, "check") {
+            println!("{told}");
+            // Ranks that were let through in different orders disagree, which is seen too.
+            let known = [
+                "of its own were under way",
+                "another reduction",
+                "ahead by a whole",
+            ];
+            assert!(
+                told == "well" || known.iter().any(|words| told.contains(words)),
+                "{told}"
+            );
+            refused += u32::from(told.contains("of its own were under way"));
+        }
+        join_all(&mut workers, lane);
+        replay_well(&mut workers, 2);
+        all_answer(&mut workers, "in-turn 2", "right and right");
+        all_answer(&mut workers, "check", "well");
+    }
+    assert!(refused > 0, "nothing ran at once");
+}
+
+#[test]
+fn what_runs_at_once_is_refused_delegated() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    what_runs_at_once_is_refused(Lane::Delegated);
+}
+
+#[test]
+fn what_runs_at_once_is_refused_resident() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    what_runs_at_once_is_refused(Lane::Resident);
+}
+
+/// A worker's kernel of as many blocks as the empty GPU holds, which wait for each other, has completed.
+fn gets_the_whole_gpu(worker: &mut Worker) {
+    worker.tell("cooperated 20000");
+    assert_eq!(worker.answer_within(JOIN_TIMEOUT), "completed");
+}
+
+/// A worker's kernel that wants every multiprocessor gets them, though a kernel stays there between reductions: it parks. (Not
+/// while another rank's reduction is under way on the same GPU: the ring of that rank would have no room either.)
+#[test]
+fn a_kernel_that_wants_the_whole_gpu_gets_it_once_the_one_that_stays_parks() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    let lane = Lane::Resident;
+    let daemon = daemon(&[]);
+    let mut workers = start(&daemon, "whole", 2, lane);
+    all_answer(&mut workers, "capture", "captured");
+    for round in 0..10 {
+        replay_well(&mut workers, 2);
+        // Right behind reductions, and when it was armed for some.
+        if round % 3 > 0 {
+            assert_eq!(workers[0].ask("arm"), "done");
+        }
+        let worker = &mut workers[round % 2];
+        assert_eq!(worker.ask("cooperate"), "launched");
+        gets_the_whole_gpu(worker);
+    }
+}
+
+/// One that does not park by itself is told to.
+#[test]
+fn disarming_lets_a_kernel_have_the_whole_gpu() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    let lane = Lane::Resident;
+    let daemon = daemon(&[("ALLREDUCED_CUDA__RESIDENT_IDLE_US", "100000000")]);
+    let mut workers = start(&daemon, "whole", 2, lane);
+    all_answer(&mut workers, "capture", "captured");
+    for _ in 0..3 {
+        replay_well(&mut workers, 2);
+        assert_eq!(workers[0].ask("arm"), "done");
+        assert_eq!(workers[0].ask("cooperate"), "launched");
+        let before = workers[0].ask("cooperated 200");
+        println!("beside a kernel that stays: {before}");
+        assert_eq!(workers[0].ask("disarm"), "done");
+        gets_the_whole_gpu(&mut workers[0]);
+        replay_well(&mut workers, 2);
+    }
+}

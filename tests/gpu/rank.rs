@@ -12,7 +12,7 @@ use allreduce_client::cuda::{Device, DeviceBuffer, StreamHandle, devices};
 use allreduce_client::{
     AllReduceError, AllReduceOptions, Backend, Dtype, JoinError, JoinOptions, Lane, Op, Reduction,
 };
-use allreduce_contract::cuda::{Context, Stream};
+use allreduce_contract::cuda::{Context, Event, Stream};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -104,6 +104,15 @@ impl Rank {
         unsafe {
             self.communicator
                 .all_reduce_on(handle, src, dst, num_elems, dtype, op, options)
+        }
+    }
+
+    /// Makes one of the two streams wait for what the other holds.
+    pub fn order(&self, event: &Event, first: usize, then: usize) {
+        // SAFETY: the streams are alive, and of the event's context.
+        unsafe {
+            event.record_on(self.streams[first].raw().cast()).unwrap();
+            event.await_on(self.streams[then].raw().cast()).unwrap();
         }
     }
 

@@ -247,6 +247,9 @@ AR_DEV u32 ld_failed_u32(u64 a) { return ld_weak_u32(a); }
 AR_DEV void st_failed_u32(u64 a, u32 v) { st_weak_u32(a, v); }
 AR_DEV void st_abandoned_u32(u64 a, u32 v) { st_weak_u32(a, v); }
 
+// The number of the rank's newest ring, which the gate of another stream may look at. An ordinary store on the GPU.
+AR_DEV void st_rung_u32(u64 a, u32 v) { st_weak_u32(a, v); }
+
 // The bell and the word that says that a block is about to end: whoever writes one and then reads the other, on both
 // sides, cannot both miss what the other wrote (Dekker). On the GPU by a fence between; in the harness the four
 // accesses are sequentially consistent.

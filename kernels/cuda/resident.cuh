@@ -254,7 +254,7 @@ AR_DEV void ring(const RingLaunch& launch) {
 #if !defined(AR_MUTATE_NO_WARP_BARRIER)
     service_sync();  // lanes need not go in step: all have read what lane 0 writes from here on
 #endif
-    if (lane == 0) st_weak_u32(own, sequence);
+    if (lane == 0) st_rung_u32(own, sequence);
     if (AR_UNLIKELY(failed)) {
         fail_ring(launch, lane);
         return;

@@ -683,6 +683,7 @@ fn what_runs_at_once_is_refused(lane: Lane) {
                 "of its own were under way",
                 "another reduction",
                 "ahead by a whole",
+                "the executor ended the epoch",
             ];
             assert!(
                 told == "well" || known.iter().any(|words| told.contains(words)),

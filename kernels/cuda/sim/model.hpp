@@ -180,6 +180,7 @@ inline u32 gate_cas_u32(u64 a, u32 expected, u32 v) {
     std::atomic_ref<u32>(*(u32*)a).compare_exchange_strong(expected, v, std::memory_order_acq_rel);
     return expected;
 }
+inline void st_rung_u32(u64 a, u32 v) { st_release_u32(a, v); }
 inline u32 ld_failed_u32(u64 a) { return ld_relaxed_u32(a); }
 inline void st_abandoned_u32(u64 a, u32 v) { std::atomic_ref<u32>(*(u32*)a).store(v, std::memory_order_relaxed); }
 inline void st_failed_u32(u64 a, u32 v) { std::atomic_ref<u32>(*(u32*)a).store(v, std::memory_order_relaxed); }

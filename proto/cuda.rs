@@ -1156,6 +1156,63 @@ pub unsafe fn is_capturing(_entered: &Entered<'_>, stream: *mut c_void) -> Resul
     Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
+/// Whether a stream is being captured, and into which graph.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Capturing {
+    /// It is not.
+    No,
+    /// Into the graph of this number, which no other of the process has or had.
+    Graph(u64),
+    /// It is, and the driver cannot say into which.
+    Unknown,
+}
+
+/// Oldest driver that has cuStreamGetCaptureInfo_v3.
+const CAPTURE_INFO_DRIVER: c_int = 12_030;
+
+/// Whether a stream is being captured into a graph, and into which.
+///
+/// # Safety
+/// As [`is_capturing`].
+///
+/// # Errors
+/// [`CudaError`].
+pub unsafe fn capturing(
+    entered: &Entered<'_>,
+    stream: *mut c_void,
+) -> Result<Capturing, CudaError> {
+    static KNOWS: OnceLock<bool> = OnceLock::new();
+    let knows = KNOWS.get_or_init(|| {
+        let version = Driver::get().map(Driver::version);
+        version.is_ok_and(|version| version.is_ok_and(|version| version >= CAPTURE_INFO_DRIVER))
+    });
+    if !knows {
+        // SAFETY: the caller's.
+        return Ok(match unsafe { is_capturing(entered, stream) }? {
+            true => Capturing::Unknown,
+            false => Capturing::No,
+        });
+    }
+    let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    let mut id = 0;
+    // SAFETY: status and id are places for one each, what is not asked for may be null; the stream is the caller's.
+    unsafe {
+        call!(cuStreamGetCaptureInfo_v3(
+            stream.cast(),
+            &raw mut status,
+            &raw mut id,
+            ptr::null_mut(),
+            ptr::null_mut(),
+            ptr::null_mut(),
+            ptr::null_mut()
+        ))?;
+    }
+    Ok(match status {
+        sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Capturing::No,
+        _ => Capturing::Graph(id),
+    })
+}
+
 /// Enqueues a copy within device memory.
 ///
 /// # Safety

@@ -30,7 +30,7 @@ pub const MAIN_SOURCE: (&str, &str) = source!("all_reduce.cu");
 
 /// Its headers, by the names it includes them with. They include nothing else.
 #[cfg(feature = "kernels")]
-pub const HEADERS: [(&str, &str); 10] = [
+pub const HEADERS: [(&str, &str); 11] = [
     source!("abi.h"),
     source!("mem.cuh"),
     source!("num.cuh"),
@@ -41,6 +41,7 @@ pub const HEADERS: [(&str, &str); 10] = [
     source!("hierarchical.cuh"),
     source!("reduce_copied.cuh"),
     source!("resident.cuh"),
+    source!("gate.cuh"),
 ];
 
 /// Version of this layout, in each control block.
@@ -390,6 +391,31 @@ const _: () = {
     assert!(offset_of!(ReduceCopied, abort) == 152);
 };
 
+/// Where a window has the headers by which ranks announce their calls, `Signal::header` of abi.h: 2 parities of
+/// 16 sources, 32 bytes each, the first of which are the call's number in the epoch.
+pub const HEADERS_OFFSET: u64 = 128;
+/// Length of all headers.
+pub const HEADERS_LEN_BYTES: usize = 2 * MAX_RANKS * HEADER_LEN_BYTES;
+const HEADER_LEN_BYTES: usize = 32;
+
+/// By source: the number of the newest call, modulo 2^32, of a window's headers.
+pub fn newest_calls(headers: &[u8]) -> Vec<u32> {
+    let number = |header: &[u8]| {
+        header
+            .first_chunk::<4>()
+            .copied()
+            .map_or(0, u32::from_le_bytes)
+    };
+    let all: Vec<u32> = headers.chunks(HEADER_LEN_BYTES).map(number).collect();
+    let (even, odd) = all.split_at(all.len().min(MAX_RANKS));
+    let both = even.iter().zip(odd);
+    both.map(|(even, odd)| match odd.wrapping_sub(*even) as i32 {
+        ..0 => *even,
+        0.. => *odd,
+    })
+    .collect()
+}
+
 /// Most blocks that a resident kernel has for a rank.
 pub const MAX_RING_BLOCKS: u32 = 32;
 /// Memories of a rank that a resident kernel may be told to read and write.
@@ -480,6 +506,27 @@ const _: () = {
     assert!(size_of::<ResidentLaunch>() == 272);
     assert!(size_of::<RingLaunch>() == 48);
 };
+
+/// Length of `Gate` of abi.h, which is zero when an epoch begins.
+pub const GATE_BYTES: u64 = 16;
+
+/// `GateLaunch` of abi.h: the parameter of the kernel that lets one run of a rank's calls through at a time.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct GateLaunch {
+    /// Device address of the rank's own [`ControlBlock`].
+    pub control: u64,
+    /// Of its gate.
+    pub gate: u64,
+    /// Of a word that has the number of calls of the run, for one that is being captured; 0 for the next field.
+    pub calls: u64,
+    /// Calls of the run.
+    pub num_calls: u32,
+    /// Lane `resident`: blocks that the resident kernel has for the rank; 0: the rank launches itself.
+    pub ring_blocks: u32,
+}
+
+const _: () = assert!(size_of::<GateLaunch>() == 32);
 
 /// A tensor of a command: a memory, and where in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -581,6 +628,8 @@ int main() {
             printf("%u %u %u %u\n", c.signature, c.num_packs, c.src_whole_packs, c.dst_whole_packs);
         }
     printf("%llu\n", abort_word(REASON_SEQUENCE, 9, 0x1234567u, 77));
+    printf("%zu %zu\n", AR_OFFSETOF(Signal, header), sizeof(Signal::header));
+    printf("%zu %zu\n", sizeof(Gate), sizeof(GateLaunch));
 }
 "#;
 
@@ -631,6 +680,8 @@ int main() {
             sequence: 77,
         };
         expected += &format!("{}\n", abort.to_word());
+        expected += &format!("{HEADERS_OFFSET} {HEADERS_LEN_BYTES}\n");
+        expected += &format!("{GATE_BYTES} {}\n", size_of::<GateLaunch>());
         assert_eq!(String::from_utf8(output.stdout).unwrap(), expected);
     }
 
@@ -658,6 +709,31 @@ int main() {
                 assert!(known, "{name}: {included}");
             }
         }
+    }
+
+    #[test]
+    fn the_newest_call_is_that_of_the_later_parity() {
+        let mut headers = vec![0_u8; HEADERS_LEN_BYTES];
+        let mut write = |parity: usize, source: usize, number: u32, signature: u32| {
+            let word = u64::from(number) | u64::from(signature) << 32;
+            let at = (parity * MAX_RANKS + source) * 32;
+            headers
+                .get_mut(at..at + 8)
+                .unwrap()
+                .copy_from_slice(&word.to_le_bytes());
+        };
+        write(0, 0, 4, 9);
+        write(1, 0, 5, u32::MAX);
+        write(0, 1, 6, 1);
+        write(1, 1, 5, 1);
+        // The numbers wrap.
+        write(0, 15, 0, 7);
+        write(1, 15, u32::MAX, 7);
+        let newest = newest_calls(&headers);
+        let mut expected = vec![0; MAX_RANKS];
+        expected.splice(..2, [5, 6]);
+        assert_eq!(newest, expected);
+        assert_eq!(newest_calls(&[]), Vec::<u32>::new());
     }
 
     #[test]

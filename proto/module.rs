@@ -7,8 +7,8 @@
 
 use crate::cuda::{Context, CudaError, DevicePtr, Entered, check};
 use crate::kernel::{
-    Call, Instance, Launch, REDUCE_COPIED_THREADS, ReduceCopied, ResidentLaunch, RingLaunch,
-    SERVICE_THREADS, algorithm_name, dtype_name,
+    Call, GateLaunch, Instance, Launch, REDUCE_COPIED_THREADS, ReduceCopied, ResidentLaunch,
+    RingLaunch, SERVICE_THREADS, algorithm_name, dtype_name,
 };
 use crate::{Algorithm, Dtype};
 use cudarc::driver::sys;
@@ -76,6 +76,7 @@ pub struct Kernels {
     /// The kernel that stays, and blocks of its largest size that the GPU holds at once.
     resident: (sys::CUfunction, u32),
     ring: sys::CUfunction,
+    gate: sys::CUfunction,
     pause: sys::CUfunction,
     has_programmatic_launch: bool,
     _module: Module,
@@ -168,6 +169,8 @@ impl Kernels {
         let resident = module.function(&format!("allreduced_resident_{}", instance.name()))?;
         let ring = module.function("allreduced_ring")?;
         occupancy(context, ring, SERVICE_THREADS)?;
+        let gate = module.function("allreduced_gate")?;
+        occupancy(context, gate, SERVICE_THREADS)?;
         let pause = module.function("allreduced_pause")?;
         let stays = occupancy(context, resident, threads)?.saturating_mul(multiprocessors);
         Ok(Self {
@@ -177,6 +180,7 @@ impl Kernels {
             resident_blocks,
             resident: (resident, stays),
             ring,
+            gate,
             pause,
             has_programmatic_launch,
             _module: module,
@@ -252,6 +256,35 @@ impl Kernels {
                 (1, 1),
                 SERVICE_THREADS,
                 self.has_programmatic_launch,
+                &mut parameters,
+            )
+        }
+    }
+
+    /// Enqueues the kernel behind which one run of calls goes on at a time.
+    ///
+    /// # Safety
+    /// As [`Self::launch`], for the control block, the gate, the word and the windows.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub unsafe fn launch_gate(
+        &self,
+        _entered: &Entered<'_>,
+        stream: *mut c_void,
+        mut gate: GateLaunch,
+    ) -> Result<(), CudaError> {
+        let mut parameters = [(&raw mut gate).cast()];
+        // Not programmatic: what is before it on the stream has completed.
+        // SAFETY: the function takes one GateLaunch by value, which is copied during the call; the rest is the
+        // caller's.
+        unsafe {
+            launch_kernel(
+                self.gate,
+                stream,
+                (1, 1),
+                SERVICE_THREADS,
+                false,
                 &mut parameters,
             )
         }

@@ -119,6 +119,8 @@ pub enum AbortReason {
     BadCall,
     /// The executor ended the epoch: the rank left, died or was evicted.
     Host,
+    /// The rank began calls while others of its own were under way: two graphs at once, or a call beside a graph.
+    Overlap,
     /// A value this version does not know.
     Unknown(u8),
 }
@@ -131,6 +133,7 @@ impl AbortReason {
             AbortReason::Sequence => 3,
             AbortReason::BadCall => 4,
             AbortReason::Host => 5,
+            AbortReason::Overlap => 6,
             AbortReason::Unknown(code) => code & 15,
         }
     }
@@ -148,6 +151,7 @@ impl Abort {
             3 => AbortReason::Sequence,
             4 => AbortReason::BadCall,
             5 => AbortReason::Host,
+            6 => AbortReason::Overlap,
             code => AbortReason::Unknown(code),
         };
         Some(Self {
@@ -180,6 +184,10 @@ impl std::fmt::Display for Abort {
                 "the launch of rank {rank} was outside its window's limits"
             ),
             AbortReason::Host => write!(f, "the executor ended the epoch, because of rank {rank}"),
+            AbortReason::Overlap => write!(
+                f,
+                "rank {rank} began reductions on one stream while others of its own were under way on another: graphs of one communicator must not run at the same time, nor one beside other calls"
+            ),
             AbortReason::Unknown(code) => write!(f, "reason {code}, rank {rank}"),
         }
     }
@@ -485,6 +493,7 @@ mod tests {
             AbortReason::Sequence,
             AbortReason::BadCall,
             AbortReason::Host,
+            AbortReason::Overlap,
             AbortReason::Unknown(15),
         ] {
             let abort = abort(reason, 15);

@@ -284,8 +284,11 @@ async fn attach_takes_hello_first_and_once() {
     let mut ranks = join_all(daemon.socket(), "first", 2).await;
     let opened = ranks[0].opened.clone();
     for first in [
-        FromRank::Heartbeat(Heartbeat { nonce: 1 }),
-        FromRank::Leave(Leave {}),
+        FromRank::Heartbeat(Heartbeat {
+            nonce: 1,
+            ring: None,
+        }),
+        FromRank::Leave(Leave { ring: None }),
     ] {
         let status = attach_with(&opened, first).await.err().unwrap();
         refused(
@@ -324,7 +327,7 @@ async fn heartbeats_are_answered() {
     for nonce in [0, 7, u64::MAX] {
         ranks[0]
             .stream
-            .send(FromRank::Heartbeat(Heartbeat { nonce }));
+            .send(FromRank::Heartbeat(Heartbeat { nonce, ring: None }));
         match ranks[0].stream.next().await {
             Ok(Some(ToRank::Heartbeat(heartbeat))) => assert_eq!(heartbeat.nonce, nonce),
             other => panic!("{other:?}"),

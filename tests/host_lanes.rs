@@ -486,7 +486,9 @@ fn a_rank_that_cannot_share_is_named() {
                 assert!(matches!(peers, Ok(Some(ToRank::Peers(_)))), "{peers:?}");
             }
             let error = "no address space".to_owned();
-            raw[1].stream.send(FromRank::Shared(Shared { error }));
+            raw[1]
+                .stream
+                .send(FromRank::Shared(Shared { error, calls: 0 }));
             for rank in &mut raw {
                 let status = rank.stream.next().await.unwrap_err();
                 let words = ["rank 1 cannot use lane", "no address space"];

@@ -383,7 +383,7 @@ async fn a_client_that_does_not_read_delays_nobody() {
     let opened = open(daemon.socket(), "flood", 2).await;
     let flooding = harness::raw::RawRank::join(&opened, 0, 2).await;
     for nonce in 0..100_000 {
-        let beat = v1::Heartbeat { nonce };
+        let beat = v1::Heartbeat { nonce, ring: None };
         let message = v1::attach_request::Message::Heartbeat(beat);
         flooding.stream.send(message);
     }

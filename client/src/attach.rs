@@ -31,7 +31,7 @@ use allreduce_contract::v1::buffers_client::BuffersClient;
 use allreduce_contract::v1::communicator_client::CommunicatorClient;
 use allreduce_contract::v1::{
     AttachRequest, GaveUp, Heartbeat, Hello, Joined, Leave, Mapped, Notice, NoticeKind, Peers,
-    Ready, RegionKind, ReleaseRequest, Shared,
+    Ready, RegionKind, ReleaseRequest, RingCounts, Shared,
 };
 use allreduce_contract::window::Control;
 use nix::sys::socket::{
@@ -132,6 +132,14 @@ impl Window {
 }
 
 impl Window {
+    /// Lane `resident` on backend cuda: what this rank has enqueued or captured.
+    fn ring_counts(&self) -> Option<RingCounts> {
+        #[cfg(feature = "cuda")]
+        return self.lane.get()?.ring_counts();
+        #[cfg(not(feature = "cuda"))]
+        None
+    }
+
     /// The executor is gone: lets go whatever waits for it in shared memory or on a GPU. Blocks until that is done.
     fn let_go(&self) {
         if let Some(lane) = self.host_lane.get() {
@@ -432,7 +440,7 @@ impl Member<'_> {
                             } else {
                                 let shared = self.share(rank, window, peers).await;
                                 let error = shared.err().unwrap_or_default();
-                                send(FromRank::Shared(Shared { error }));
+                                send(FromRank::Shared(Shared { error, calls: 0 }));
                             }
                         }
                         Some(ToRank::Notice(notice)) => match notice.kind() {
@@ -461,14 +469,18 @@ impl Member<'_> {
                     nonce += 1;
                     next_beat = Instant::now() + interval;
                     // If the executor has closed the stream, its status is still to be read above.
-                    send(FromRank::Heartbeat(Heartbeat { nonce }));
+                    let ring = window.as_ref().and_then(|window| window.ring_counts());
+                    send(FromRank::Heartbeat(Heartbeat { nonce, ring }));
                 }
                 Some(_) = releases.join_next() => {}
                 // It waits for the other ranks, which may take long; heartbeats go on.
                 Some(opened) = opening.join_next() => {
                     let opened = opened.unwrap_or_else(|error| Err(error.to_string()));
-                    let error = opened.err().unwrap_or_default();
-                    send(FromRank::Shared(Shared { error }));
+                    let shared = match opened {
+                        Ok(calls) => Shared { error: String::new(), calls },
+                        Err(error) => Shared { error, calls: 0 },
+                    };
+                    send(FromRank::Shared(shared));
                 }
                 errand = errands.recv() => match errand {
                     Some(Errand::Release(buffer_id)) => {
@@ -499,7 +511,8 @@ impl Member<'_> {
                         }
                         // One that is being opened has seen that it is closed.
                         while opening.join_next().await.is_some() {}
-                        send(FromRank::Leave(Leave {}));
+                        let ring = window.as_ref().and_then(|window| window.ring_counts());
+                        send(FromRank::Leave(Leave { ring }));
                         drop(outbound);
                         let closed = async { while let Ok(Some(_)) = inbound.message().await {} };
                         // The executor closes its side once it has read Leave.
@@ -512,7 +525,7 @@ impl Member<'_> {
     }
 }
 
-/// Maps what the ranks share, and tries the lane.
+/// Maps what the ranks share, and tries the lane; how many calls that took.
 #[cfg(feature = "cuda")]
 async fn open_lane(
     at: ExecutorAt,
@@ -521,7 +534,7 @@ async fn open_lane(
     window: Arc<Window>,
     context: GpuContext,
     peers: Peers,
-) -> Result<(), String> {
+) -> Result<u32, String> {
     if peers.lane() == v1::Lane::Resident {
         let (own, communicator) = (Arc::clone(&context), at.communicator.clone());
         let staging = cuda::on_helper_thread(move || cuda_lane::staging(&own, &communicator, rank));
@@ -580,7 +593,7 @@ async fn open_lane(
     _window: Arc<Window>,
     _context: GpuContext,
     peers: Peers,
-) -> Result<(), String> {
+) -> Result<u32, String> {
     Err(format!(
         "this client has no lane {}",
         peers.lane().as_str_name()

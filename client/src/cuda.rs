@@ -801,7 +801,9 @@ impl Communicator {
     /// On lanes `delegated` and `resident` this launches and returns: it does not wait for the other ranks, a stream may be
     /// captured, and [`AllReduceOptions::timeout`] does not apply (the daemon's default does). Calls go in order, whatever
     /// their streams, but a graph's are where it is launched: two graphs of one communicator must not run at the same time,
-    /// nor one beside other calls. All ranks must make, and replay, the same calls in the same order.
+    /// nor one beside other calls. That is noticed on the GPU before the second has sent anything, and ends the epoch on every
+    /// rank (`AbortReason::Overlap`); each graph, and in a process that has captured each other call, passes a gate for it. All
+    /// ranks must make, and replay, the same calls in the same order.
     ///
     /// Ok means **enqueued, not done**: the host is not synchronised with the GPU. In the order of the
     /// stream, `src` may be overwritten and `dst` read as soon as this returns. On lane `rpc` it returns when every rank has

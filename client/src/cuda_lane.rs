@@ -17,20 +17,24 @@ use crate::communicator::AllReduceOptions;
 use crate::cuda::{StreamHandle, locked};
 use crate::error::AllReduceError;
 use allreduce_contract::cuda::{
-    Context, CudaError, DeviceMemory, Entered, Event, IPC_HANDLE_LEN, ImportedMemory,
-    RegisteredPage, Relaxed, Stream, allocation_around, copy, is_capturing,
+    Capturing, Context, CudaError, DeviceMemory, Entered, Event, IPC_HANDLE_LEN, ImportedMemory,
+    RegisteredPage, Relaxed, Stream, allocation_around, capturing, copy,
 };
 use allreduce_contract::kernel::{
-    CONTROL_BLOCK_BYTES, Call, CallParts, ControlBlock, Instance, MAX_RING_BUFFERS, RING_ARENA,
-    RING_STAGING, Regions, RingLaunch, RingPlace, command, dtype_code, has_islands, op_code,
+    CONTROL_BLOCK_BYTES, Call, CallParts, ControlBlock, GATE_BYTES, GateLaunch, Instance,
+    MAX_RING_BUFFERS, RING_ARENA, RING_STAGING, Regions, RingLaunch, RingPlace, command,
+    dtype_code, has_islands, op_code,
 };
 use allreduce_contract::module::{Kernels, LaunchError, Shape};
-use allreduce_contract::v1::{self, CudaMemory, CudaWindows, Peers, PlanResponse, RegionKind};
+use allreduce_contract::v1::{
+    self, CudaMemory, CudaWindows, Peers, PlanResponse, RegionKind, RingCounts,
+};
 use allreduce_contract::window::{Abort, AbortReason, Control};
 use allreduce_contract::{Algorithm, Dtype, Op, WorldSize};
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::mem::offset_of;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
@@ -61,8 +65,99 @@ struct Anchor {
     opening: Mutex<()>,
     /// Lane `resident`: where tensors are copied to, and from: captured copies name it.
     staging: Mutex<Option<Arc<Staging>>>,
+    runs: Runs,
     /// The session whose epoch it is in, 0 for none.
     owner: Mutex<u64>,
+}
+
+/// What lets one run of calls through at a time: those of a captured graph, or one that is not captured
+/// (kernels/cuda/gate.cuh). Calls that are enqueued are ordered by [`Lane::order`]; where graphs are launched only the GPU
+/// sees. So it is passed once in each graph, and, as soon as there is one, by each other call.
+#[derive(Debug)]
+struct Runs {
+    /// The gate, then for each graph how many calls it has.
+    memory: DeviceMemory,
+    /// Carries those numbers.
+    stream: Stream,
+    captured: Mutex<Captured>,
+}
+
+/// The graphs that calls were captured into.
+#[derive(Debug, Default)]
+struct Captured {
+    /// By the driver's number: place and calls.
+    graphs: BTreeMap<u64, (u64, u32)>,
+}
+
+/// Length of the gate's memory, and so how many graphs can be told apart; calls in others pass no gate.
+const RUNS_LEN_BYTES: u64 = 64 << 10;
+const MAX_GRAPHS: u64 = (RUNS_LEN_BYTES - GATE_BYTES) / 4;
+
+impl Runs {
+    fn create(context: &Arc<Context>) -> Result<Self, CudaError> {
+        let runs = Self {
+            memory: DeviceMemory::allocate(context, RUNS_LEN_BYTES)?,
+            stream: Stream::create(context)?,
+            captured: Mutex::default(),
+        };
+        // SAFETY: the memory is its own, and nobody knows it yet.
+        unsafe { runs.stream.fill(runs.memory.start(), 0, RUNS_LEN_BYTES) }?;
+        runs.stream.synchronize()?;
+        Ok(runs)
+    }
+
+    fn gate(&self) -> u64 {
+        self.memory.start()
+    }
+
+    /// Where a graph's number of calls is.
+    fn word(&self, place: u64) -> u64 {
+        self.memory.start() + GATE_BYTES + 4 * place
+    }
+
+    /// What a call of `calls` launches has to pass, if anything: it is not captured, or the first of its graph.
+    fn gate_of(&self, capture: Capturing, calls: u32) -> Option<GateLaunch> {
+        let mut captured = locked(&self.captured);
+        let gate = GateLaunch {
+            gate: self.gate(),
+            ..GateLaunch::default()
+        };
+        match capture {
+            Capturing::No => (!captured.graphs.is_empty()).then_some(GateLaunch {
+                num_calls: calls,
+                ..gate
+            }),
+            Capturing::Graph(number) => {
+                let place = captured.graphs.len() as u64;
+                if captured.graphs.contains_key(&number) || place >= MAX_GRAPHS {
+                    return None;
+                }
+                captured.graphs.insert(number, (place, 0));
+                Some(GateLaunch {
+                    calls: self.word(place),
+                    ..gate
+                })
+            }
+            Capturing::Unknown => None,
+        }
+    }
+
+    /// A call was launched. If the number does not get to the GPU before the graph does, a gate sees the graph end too soon, no
+    /// more.
+    fn count(&self, capture: Capturing) -> Result<(), CudaError> {
+        let Capturing::Graph(number) = capture else {
+            return Ok(());
+        };
+        let mut captured = locked(&self.captured);
+        let Some((place, calls)) = captured.graphs.get_mut(&number) else {
+            return Ok(());
+        };
+        *calls += 1;
+        // The thread may be the one that captures.
+        let _relaxed = Relaxed::begin()?;
+        // SAFETY: the word is in the memory; gates read it when graphs run, which this one does not yet.
+        unsafe { self.stream.upload(self.word(*place), &calls.to_le_bytes()) }
+    }
 }
 
 /// What a process has once, by key.
@@ -155,6 +250,7 @@ fn anchor(context: &Arc<Context>, communicator: &str, rank: u32) -> Result<Arc<A
         memory: DeviceMemory::allocate(context, CONTROL_BLOCK_BYTES)?,
         opening: Mutex::new(()),
         staging: Mutex::default(),
+        runs: Runs::create(context)?,
         owner: Mutex::new(0),
     });
     anchors.insert(key, Arc::clone(&anchor));
@@ -273,7 +369,7 @@ enum LastUse {
     /// On a stream that was not captured, or was.
     Stream {
         stream: StreamHandle,
-        captured: bool,
+        capture: Capturing,
     },
     /// On one that was closed since; the event is behind it.
     Closed,
@@ -330,6 +426,36 @@ fn offset_in((start, has): (u64, u64), at: u64, len_bytes: u64) -> Option<u64> {
     (end <= has).then_some(offset_bytes)
 }
 
+/// Lane `resident`: reductions that were enqueued or captured, and those of them that are copied. Whoever shows them reads
+/// them when it likes.
+#[derive(Debug, Default)]
+struct Rings {
+    calls: AtomicU64,
+    staged: AtomicU64,
+}
+
+impl Rings {
+    fn count(&self, staged: bool) {
+        // Relaxed: counts, which order nothing.
+        self.staged.fetch_add(u64::from(staged), Ordering::Relaxed);
+        self.calls.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn counts(&self) -> RingCounts {
+        let staged = self.staged.load(Ordering::Relaxed);
+        RingCounts {
+            calls: self.calls.load(Ordering::Relaxed).max(staged),
+            staged,
+        }
+    }
+
+    /// Nobody counts meanwhile.
+    fn forget(&self) {
+        self.calls.store(0, Ordering::Relaxed);
+        self.staged.store(0, Ordering::Relaxed);
+    }
+}
+
 /// A rank's side of the lane, for one epoch.
 #[derive(Debug)]
 pub(crate) struct Lane {
@@ -346,6 +472,7 @@ pub(crate) struct Lane {
     registered: Mutex<BTreeMap<u64, (u64, u8)>>,
     /// Held while a call is launched: calls of several streams are made one after the other.
     last: Mutex<LastUse>,
+    rings: Rings,
     /// Recorded on the stream of the last call when another stream makes the next.
     event: Event,
 }
@@ -363,7 +490,7 @@ pub(crate) struct Tensors {
 }
 
 impl Lane {
-    /// Opens the lane of a window's rank, with which it is closed.
+    /// Opens the lane of a window's rank, with which it is closed. How many calls it has been tried with.
     ///
     /// # Errors
     /// For the executor.
@@ -373,7 +500,7 @@ impl Lane {
         opener: Opener<'_>,
         peers: &Peers,
         image: &[u8],
-    ) -> Result<(), String> {
+    ) -> Result<u32, String> {
         let anchor =
             anchor(context, opener.communicator, opener.rank).map_err(|error| error.to_string())?;
         // One at a time: the control block is the process's.
@@ -480,6 +607,7 @@ impl Lane {
             opened: Mutex::default(),
             plans: Mutex::default(),
             last: Mutex::default(),
+            rings: Rings::default(),
             event: Event::create(context).map_err(text)?,
         };
         let stream = Stream::create(context).map_err(text)?;
@@ -505,11 +633,21 @@ impl Lane {
     }
 
     /// Reduces with the other ranks, which may still be opening theirs.
-    fn try_out(&self, trial: &Trial) -> Result<(), String> {
+    fn try_out(&self, trial: &Trial) -> Result<u32, String> {
         let _relaxed = Relaxed::begin().map_err(|error| error.to_string())?;
-        self.test(trial)?;
+        let calls = self.test(trial)?;
         self.settle(&trial.stream, &trial.layout, trial.settled)
-            .map_err(|error| error.to_string())
+            .map_err(|error| error.to_string())?;
+        self.rings.forget();
+        Ok(calls)
+    }
+
+    /// Lane `resident`: what the worker has enqueued or captured.
+    pub(crate) fn ring_counts(&self) -> Option<RingCounts> {
+        match self.way {
+            Way::Delegated => None,
+            Way::Resident(_) => Some(self.rings.counts()),
+        }
     }
 
     /// Rewrites the control block: no call is in flight (joining again is documented to need that).
@@ -536,8 +674,9 @@ impl Lane {
         };
         let mut owner = locked(&self.anchor.owner);
         let start = self.anchor.memory.start();
-        // SAFETY: the ranges are inside the control block and the status; no kernel uses them now.
+        // SAFETY: the ranges are inside the control block, the gate and the status; no kernel uses them now.
         unsafe {
+            stream.fill(self.anchor.runs.gate(), 0, GATE_BYTES)?;
             stream.fill(status.start(), 0, STATUS_LEN_BYTES)?;
             stream.fill(start, 0, CONTROL_BLOCK_BYTES)?;
             stream.upload(start, block.bytes())?;
@@ -561,8 +700,8 @@ impl Lane {
         stream.synchronize()
     }
 
-    /// Reduces with all ranks by the real kernels, from this process, and compares.
-    fn test(&self, trial: &Trial) -> Result<(), String> {
+    /// Reduces with all ranks by the real kernels, from this process, and compares. How many calls that took.
+    fn test(&self, trial: &Trial) -> Result<u32, String> {
         let Trial {
             stream,
             status,
@@ -620,7 +759,10 @@ impl Lane {
             data_threads: TEST_SHAPE.data_threads,
             launch_elems: TEST_ELEMS as u64,
         };
+        // Each is one launch, or ring: the tensors fit.
+        let mut calls = 0;
         for algorithm in algorithms.copied() {
+            calls += 1;
             let plan = plan_of(algorithm);
             // SAFETY: src and dst are of the memory above, used on this stream alone, which is of the lane's context.
             unsafe {
@@ -652,6 +794,7 @@ impl Lane {
             for _ in 0..2 {
                 let started = Instant::now();
                 for _ in 0..RINGS {
+                    calls += 1;
                     let plan = plan_of(Algorithm::OneShotPullInband);
                     // SAFETY: as above.
                     unsafe { self.launch(stream_handle, tensors, &plan) }
@@ -668,7 +811,7 @@ impl Lane {
             }
         }
         *locked(&self.last) = LastUse::None;
-        Ok(())
+        Ok(calls)
     }
 
     /// The plan's answer for a kind of call, if it was asked before.
@@ -723,13 +866,24 @@ impl Lane {
         let mut last = locked(&self.last);
         let entered = self.context.enter().map_err(AllReduceError::Cuda)?;
         // SAFETY: the caller's; earlier streams live until they are closed (all_reduce_on says so).
-        let captured = unsafe { self.order(&mut last, stream) }.map_err(AllReduceError::Cuda)?;
+        let capture = unsafe { self.order(&mut last, stream) }.map_err(AllReduceError::Cuda)?;
+        let place = (stream, capture);
+        // Before it is tried: a part of it may be enqueued when the rest cannot be.
+        *last = LastUse::Stream { stream, capture };
         if let Way::Resident(bell) = self.way {
-            // Before it is tried: a part of it may be enqueued when the rest cannot be.
-            *last = LastUse::Stream { stream, captured };
             // SAFETY: the caller's.
-            return unsafe { self.ring(&entered, stream, tensors, plan, &bell) };
+            return unsafe { self.ring(&entered, place, tensors, plan, &bell) };
         }
+        // SAFETY: the caller's.
+        unsafe {
+            self.pass_gate(
+                &entered,
+                place,
+                num_elems.div_ceil(plan.launch_elems.max(1)),
+                0,
+            )
+        }
+        .map_err(AllReduceError::Cuda)?;
         let mut first = 0;
         loop {
             let count = plan.launch_elems.max(1).min(num_elems - first);
@@ -759,12 +913,40 @@ impl Lane {
                 LaunchError::Cuda(error) => AllReduceError::Cuda(error),
                 LaunchError::NoKernel { .. } => AllReduceError::NotLaunched(error.to_string()),
             })?;
-            *last = LastUse::Stream { stream, captured };
+            self.anchor
+                .runs
+                .count(capture)
+                .map_err(AllReduceError::Cuda)?;
             first += count;
             if first >= num_elems {
                 return Ok(());
             }
         }
+    }
+
+    /// Enqueues the gate before a call of `launches` launches, or rings, where it has to pass one.
+    ///
+    /// # Safety
+    /// As [`Self::launch`].
+    unsafe fn pass_gate(
+        &self,
+        entered: &Entered<'_>,
+        (stream, capture): (StreamHandle, Capturing),
+        launches: u64,
+        ring_blocks: u32,
+    ) -> Result<(), CudaError> {
+        let calls = u32::try_from(launches.max(1)).unwrap_or(u32::MAX);
+        let Some(gate) = self.anchor.runs.gate_of(capture, calls) else {
+            return Ok(());
+        };
+        let gate = GateLaunch {
+            control: self.anchor.memory.start(),
+            ring_blocks,
+            ..gate
+        };
+        // SAFETY: the caller's for the stream; the control block and the gate live for ever, and the windows while the
+        // control block names them (close).
+        unsafe { self.kernels.launch_gate(entered, stream.raw(), gate) }
     }
 
     /// A memory of the worker's that the executor has mapped: commands may name it, by this number.
@@ -803,7 +985,7 @@ impl Lane {
     unsafe fn ring(
         &self,
         entered: &Entered<'_>,
-        stream: StreamHandle,
+        (stream, capture): (StreamHandle, Capturing),
         tensors: Tensors,
         plan: &LanePlan,
         bell: &Bell,
@@ -823,7 +1005,19 @@ impl Lane {
         let staging = bell.staging;
         let half = STAGING_LEN_BYTES / 2;
         let most = plan.launch_elems.min(half / elem_bytes).max(1);
+        // Before the staging memory is written, which is of all runs.
+        // SAFETY: the caller's.
+        unsafe {
+            self.pass_gate(
+                entered,
+                (stream, capture),
+                num_elems.div_ceil(most),
+                bell.blocks,
+            )
+        }
+        .map_err(AllReduceError::Cuda)?;
         let mut first = 0;
+        let mut is_staged = false;
         loop {
             let count = most.min(num_elems - first);
             let len_bytes = count * elem_bytes;
@@ -835,6 +1029,7 @@ impl Lane {
             let place = |at| self.place(bell, at, len_bytes);
             let [src_place, dst_place] = [(src, known[0]), (dst, known[1])]
                 .map(|(at, known)| known.then(|| place(at)).flatten());
+            is_staged |= len_bytes > 0 && (src_place.is_none() || dst_place.is_none());
             let rung_dst = dst_place.map_or(staging + half, |_| dst);
             let ring = RingLaunch {
                 control: self.anchor.memory.start(),
@@ -865,30 +1060,40 @@ impl Lane {
                         .map_err(AllReduceError::Cuda)?;
                 }
             }
+            self.anchor
+                .runs
+                .count(capture)
+                .map_err(AllReduceError::Cuda)?;
             first += count;
             if first >= num_elems {
+                self.rings.count(is_staged);
                 return Ok(());
             }
         }
     }
 
     /// Orders a call on `stream` behind the one before, where that was made on another stream; whether `stream` is
-    /// being captured. Calls in a graph are not ordered with calls outside of it: its launch is the worker's.
+    /// being captured. Calls in a graph are not ordered with calls outside of it, nor in another: its launch is the worker's, and
+    /// the gate sees what runs at once.
     ///
     /// # Safety
     /// Both streams are live, of the lane's context, or null.
-    unsafe fn order(&self, last: &mut LastUse, stream: StreamHandle) -> Result<bool, CudaError> {
+    unsafe fn order(
+        &self,
+        last: &mut LastUse,
+        stream: StreamHandle,
+    ) -> Result<Capturing, CudaError> {
         let entered = self.context.enter()?;
         // SAFETY: the caller's.
-        let is_capturing = |stream: StreamHandle| unsafe { is_capturing(&entered, stream.raw()) };
-        let captured = is_capturing(stream)?;
+        let capture_of = |stream: StreamHandle| unsafe { capturing(&entered, stream.raw()) };
+        let capture = capture_of(stream)?;
         match *last {
             LastUse::Stream {
                 stream: before,
-                captured: was_captured,
-            } if before != stream && was_captured == captured => {
+                capture: capture_before,
+            } if before != stream && capture_before == capture => {
                 // A capture that has ended since is over and done with.
-                if !captured || is_capturing(before)? {
+                if capture == Capturing::No || capture_of(before)? == capture {
                     // SAFETY: the caller's; the event is of the lane's context.
                     unsafe {
                         self.event.record_on(before.raw())?;
@@ -896,13 +1101,13 @@ impl Lane {
                     }
                 }
             }
-            LastUse::Closed if !captured => {
+            LastUse::Closed if capture == Capturing::No => {
                 // SAFETY: the caller's.
                 unsafe { self.event.await_on(stream.raw()) }?;
             }
             LastUse::None | LastUse::Closed | LastUse::Stream { .. } => {}
         }
-        Ok(captured)
+        Ok(capture)
     }
 
     /// Forgets a stream, which is about to be destroyed.
@@ -914,9 +1119,9 @@ impl Lane {
         match *last {
             LastUse::Stream {
                 stream: before,
-                captured,
+                capture,
             } if before == stream => {
-                if captured {
+                if capture != Capturing::No {
                     *last = LastUse::None;
                 } else {
                     let _entered = self.context.enter()?;

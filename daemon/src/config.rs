@@ -26,6 +26,9 @@ pub const ENV_SOCKET: &str = "ALLREDUCED_SOCKET";
 /// Names the configuration file for `serve`.
 pub const ENV_CONFIG: &str = "ALLREDUCED_CONFIG";
 
+/// Most blocks of kernels that stay on a GPU: more than any holds.
+const MAX_BLOCKS_PER_GPU: u32 = 1024;
+
 /// Everything that can be configured.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -213,6 +216,9 @@ pub struct CudaConfig {
     pub kernel_cache_dir: PathBuf,
     /// Blocks that a kernel which stays on a GPU (lane resident) has for each rank there; 0 refuses the lane.
     pub resident_blocks: u32,
+    /// Blocks that such kernels of all communicators may have on one GPU together; 0 refuses the lane. One that finds fewer left
+    /// than it is configured for has fewer.
+    pub resident_blocks_per_gpu: u32,
     /// After how many microseconds without a reduction it parks, and takes nothing from the GPU.
     pub resident_idle_us: u32,
     /// How often the executor looks whether a parked one is wanted, microseconds.
@@ -236,6 +242,7 @@ impl Default for CudaConfig {
             nvrtc_dir: PathBuf::new(),
             kernel_cache_dir: PathBuf::new(),
             resident_blocks: 6,
+            resident_blocks_per_gpu: 24,
             resident_idle_us: 200,
             resident_wake_poll_us: 20,
             setup_timeout_ms: 120_000,
@@ -552,6 +559,15 @@ impl Config {
                 ),
             );
         }
+        if self.cuda.resident_blocks_per_gpu > MAX_BLOCKS_PER_GPU {
+            refuse(
+                "cuda.resident_blocks_per_gpu",
+                format!(
+                    "{} is above {MAX_BLOCKS_PER_GPU}; 0 refuses lane resident",
+                    self.cuda.resident_blocks_per_gpu
+                ),
+            );
+        }
         if self.host.reduce_threads > 256 {
             refuse(
                 "host.reduce_threads",
@@ -700,6 +716,10 @@ mod tests {
             (
                 "[cuda]\nhost_staged_bytes = 1040\n",
                 "file:2: cuda.host_staged_bytes: 1040 is not a multiple of 32",
+            ),
+            (
+                "[cuda]\nresident_blocks_per_gpu = 1025\n",
+                "file:2: cuda.resident_blocks_per_gpu: 1025 is above 1024",
             ),
             (
                 "[host]\narena_len_bytes = -1\n",

@@ -25,6 +25,7 @@ mod probe;
 mod random;
 mod rpc;
 mod simulate;
+mod slots;
 mod spread;
 mod status;
 mod supervisor;

@@ -34,10 +34,14 @@ pub struct PrivateDaemon {
 }
 
 impl PrivateDaemon {
-    /// Starts this very executable as a private daemon that logs warnings only: for `demo` and `bench`.
+    /// Starts this very executable as a private daemon that logs warnings only: for `demo` and `bench`. Its kernels that stay
+    /// may fill a GPU: several ranks there stand for GPUs of their own, and nobody else is to be left room.
     pub(crate) fn start_own(arguments: &[String]) -> Result<Self, StartError> {
-        let quiet = [("ALLREDUCED_LOG__LEVEL", "warn")];
-        Self::start(Path::new("/proc/self/exe"), arguments, &quiet)
+        let own = [
+            ("ALLREDUCED_LOG__LEVEL", "warn"),
+            ("ALLREDUCED_CUDA__RESIDENT_BLOCKS_PER_GPU", "1024"),
+        ];
+        Self::start(Path::new("/proc/self/exe"), arguments, &own)
     }
 
     /// Starts `executable` as a private daemon, with more `arguments` for `serve`.

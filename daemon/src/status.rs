@@ -86,6 +86,8 @@ struct CommunicatorReport {
     executor_rss_bytes: u64,
     window_bytes: u64,
     reductions: Vec<ReductionReport>,
+    /// That every rank has begun itself on its GPU, by the GPUs' count.
+    lane_calls: u64,
     reduction_us: QuantileReport,
     skew_us: QuantileReport,
     ranks: Vec<RankReport>,
@@ -117,6 +119,9 @@ struct RankReport {
     pid: Option<u32>,
     client: Option<String>,
     operations: u64,
+    lane_calls: u64,
+    ring_calls: u64,
+    ring_calls_staged: u64,
     times_last: u64,
     lateness_us: QuantileReport,
     buffers: u32,
@@ -213,6 +218,9 @@ fn communicator_report(
             pid: client.map(|client| client.pid),
             client: client.map(|client| client.client_name.clone()),
             operations: rank.operations,
+            lane_calls: rank.lane_calls,
+            ring_calls: rank.ring_calls,
+            ring_calls_staged: rank.ring_calls_staged,
             times_last: rank.times_last,
             lateness_us: quantiles(rank.lateness_us),
             buffers: client.map_or(0, |client| client.buffers),
@@ -249,6 +257,7 @@ fn communicator_report(
                 bytes: count.bytes,
             })
             .collect(),
+        lane_calls: stats.lane_calls,
         reduction_us: quantiles(stats.reduction_us),
         skew_us: quantiles(stats.skew_us),
         ranks: ranks.collect(),
@@ -367,6 +376,13 @@ fn communicator_text(communicator: &CommunicatorReport) -> String {
             mib(count.bytes)
         );
     }
+    if communicator.lane_calls > 0 {
+        let _ = writeln!(
+            out,
+            "  launched  {} calls by every rank itself, by the GPUs' count",
+            communicator.lane_calls
+        );
+    }
     for (what, quantiles) in [
         ("reduction", &communicator.reduction_us),
         ("skew     ", &communicator.skew_us),
@@ -395,6 +411,24 @@ fn communicator_text(communicator: &CommunicatorReport) -> String {
             rank.buffers,
             mib(rank.buffer_bytes)
         );
+        if rank.lane_calls > 0 {
+            let _ = writeln!(
+                out,
+                "            {} calls on its GPU by itself",
+                rank.lane_calls
+            );
+        }
+        if rank.ring_calls > 0 {
+            let advice = match rank.ring_calls_staged {
+                0 => "",
+                1.. => ": register their memory to avoid it",
+            };
+            let _ = writeln!(
+                out,
+                "            staged: {} of {} calls enqueued or captured{advice}",
+                rank.ring_calls_staged, rank.ring_calls
+            );
+        }
     }
     for error in &communicator.errors {
         let _ = writeln!(out, "  errors    {} x {}", error.count, error.code);

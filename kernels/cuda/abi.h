@@ -62,6 +62,8 @@ enum Reason : u32 {
     REASON_BAD_CALL = 4,
     // Written by the host: the named rank left or was evicted, or the executor stops.
     REASON_HOST = 5,
+    // The named rank began calls while others of its own were under way: two graphs at once, or a call beside a graph.
+    REASON_OVERLAP = 6,
 };
 
 // Abort word and status word: one 64-bit store, so a reader sees all of it or nothing.
@@ -289,6 +291,23 @@ struct RingLaunch {
     u32 reserved;
 };
 static_assert(sizeof(RingLaunch) == 48, "ABI");
+
+// Lets one run of a rank's calls through at a time. In memory of the process that launches; zero when an epoch begins.
+struct Gate {
+    u32 until;  // the number of the last call of the newest run that was let through
+    u32 reserved[3];
+};
+static_assert(sizeof(Gate) == 16, "ABI");
+
+// The parameter of allreduced_gate: one warp of the rank, before the first call of a run. See gate.cuh.
+struct GateLaunch {
+    u64 control;      // the rank's own
+    u64 gate;         // Gate
+    u64 calls;        // address of a u32, the calls of the run, for one that is being captured; 0: num_calls has them
+    u32 num_calls;
+    u32 ring_blocks;  // lane resident: blocks of the kernel that stays, for this rank; 0: the rank launches
+};
+static_assert(sizeof(GateLaunch) == 32, "ABI");
 
 // The parameter of allreduced_reduce_copied_<dtype>: tensors that are all here already, reduced in rank order. No rank is
 // waited for, no window touched. world_size 1..=MAX_WORLD_SIZE and op an Op, else the whole of dst becomes NaN.

@@ -3,6 +3,7 @@
 // World: n2, n4, n8 for exactly that many ranks; w4, w8, w16 for any number up to that. Take n<N> where
 // it exists, else the smallest w. One parameter, a Launch by value. Launch shape, limits and guarantees:
 // one_shot.cuh, two_shot.cuh, hierarchical.cuh. allreduced_reduce_copied_<dtype>: reduce_copied.cuh. Dynamic shared memory: 0.
+#include "gate.cuh"
 #include "hierarchical.cuh"
 #include "probe.cuh"
 #include "reduce_copied.cuh"
@@ -123,6 +124,11 @@ AR_RESIDENT(w16, 16, false)
 #endif
 extern "C" __global__ void __launch_bounds__(allreduced::SERVICE_THREADS) allreduced_ring(const __grid_constant__ allreduced::RingLaunch launch) {
     allreduced::ring(launch);
+}
+
+// allreduced_gate: see gate.cuh.
+extern "C" __global__ void __launch_bounds__(allreduced::SERVICE_THREADS) allreduced_gate(const __grid_constant__ allreduced::GateLaunch launch) {
+    allreduced::gate(launch);
 }
 
 // allreduced_reduce_copied_<dtype>: see reduce_copied.cuh.

@@ -235,6 +235,21 @@ AR_DEV u32 ld_finished_u32(u64 a) {
     return v;
 }
 
+// The word by which one of several gates is let through. What calls before it did is visible to who wins.
+AR_DEV u32 gate_cas_u32(u64 a, u32 expected, u32 v) {
+    u32 found;
+    asm volatile("atom.acq_rel.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(found) : "l"(a), "r"(expected), "r"(v) : "memory");
+    return found;
+}
+// `Control.failed` and `Control.abandoned`. Behind a call that fails, the gate of another stream may let calls through while its
+// last block still writes NaN: they meet at these words, where any order will do (abandon_call). Ordinary accesses on the GPU.
+AR_DEV u32 ld_failed_u32(u64 a) { return ld_weak_u32(a); }
+AR_DEV void st_failed_u32(u64 a, u32 v) { st_weak_u32(a, v); }
+AR_DEV void st_abandoned_u32(u64 a, u32 v) { st_weak_u32(a, v); }
+
+// The number of the rank's newest ring, which the gate of another stream may look at. An ordinary store on the GPU.
+AR_DEV void st_rung_u32(u64 a, u32 v) { st_weak_u32(a, v); }
+
 // The bell and the word that says that a block is about to end: whoever writes one and then reads the other, on both
 // sides, cannot both miss what the other wrote (Dekker). On the GPU by a fence between; in the harness the four
 // accesses are sequentially consistent.

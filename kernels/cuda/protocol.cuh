@@ -101,7 +101,7 @@ template <bool DIRECT>
 AR_DEV void enter_load(Block& b) {
     b.head = ld_weak_pack(b.control);
     b.state = ld_weak_pack(b.control + AR_OFFSETOF(Control, blocks) + block_x() * sizeof(BlockState));
-    b.failed_word = ld_weak_u32(b.control + AR_OFFSETOF(Control, failed));
+    b.failed_word = ld_failed_u32(b.control + AR_OFFSETOF(Control, failed));
     b.peer_window = b.window(b.lane & (MAX_WORLD_SIZE - 1));  // and all others' are in that line
     b.peer_arena = DIRECT ? b.arena(b.lane & (MAX_WORLD_SIZE - 1)) : 0;
 }
@@ -224,7 +224,7 @@ AR_DEV void advance_absent_blocks(Block& b) {
     if (block_x() != 0) return;
 #pragma unroll 1
     for (u32 block = grid_x() + b.lane; block < MAX_BLOCKS; block += SERVICE_THREADS) store_state(b.control, block, next_state(b));
-    if (b.lane == 0) st_weak_u32(b.control + AR_OFFSETOF(Control, abandoned) + 4 * ((b.sequence + 1) & 1), 0);
+    if (b.lane == 0) st_abandoned_u32(b.control + AR_OFFSETOF(Control, abandoned) + 4 * ((b.sequence + 1) & 1), 0);
 }
 
 // Service threads, first thing, block 0 for all: hello to every peer.
@@ -361,7 +361,7 @@ template <class T>
 AR_DEV_COLD void abandon_call(u64 control, u32 lane, BlockState next, u64 dest, u64 num_elems, u32 num_packs, bool rung) {
     if (block_x() == 0) {  // as advance_absent_blocks, which a call that fails early has not reached
         for (u32 block = grid_x() + lane; block < MAX_BLOCKS; block += SERVICE_THREADS) store_state(control, block, next);
-        if (lane == 0) st_weak_u32(control + AR_OFFSETOF(Control, abandoned) + 4 * ((next.sequence + 1) & 1), 0);
+        if (lane == 0) st_abandoned_u32(control + AR_OFFSETOF(Control, abandoned) + 4 * ((next.sequence + 1) & 1), 0);
     }
     if (lane == 0) store_state(control, block_x(), next);
     if (rung) return;  // CALL_RUNG: who has rung waits for every block, and fills
@@ -379,7 +379,7 @@ AR_DEV_COLD void abandon_call(u64 control, u32 lane, BlockState next, u64 dest, 
         }
 #endif
         fill = abandon_add(control + AR_OFFSETOF(Control, abandoned) + 4 * (next.sequence & 1)) == 0;
-        if (fill) st_weak_u32(control + AR_OFFSETOF(Control, failed), 1);
+        if (fill) st_failed_u32(control + AR_OFFSETOF(Control, failed), 1);
     }
     if (!service_any(fill)) return;
     const Tensor<T> out(dest, num_elems, dest % PACK_BYTES ? 0 : (u32)(num_elems / T::ELEMS));

@@ -226,7 +226,7 @@ AR_DEV_COLD void fail_ring(const RingLaunch& launch, u32 lane) {
     service_sync();  // what the blocks that other lanes looked after have stored comes before any lane's NaN
     const u32 dtype = launch.command[0] & 0xff;
     const u64 num_elems = launch.command[1];
-    if (lane == 0) st_weak_u32(launch.control + AR_OFFSETOF(Control, failed), 1);
+    if (lane == 0) st_failed_u32(launch.control + AR_OFFSETOF(Control, failed), 1);
     if (dtype == DTYPE_F32)
         fill_nan<F32>(launch.dst, num_elems, lane);
     else if (dtype == DTYPE_F16)
@@ -246,7 +246,7 @@ AR_DEV void ring(const RingLaunch& launch) {
     wait_for_previous_kernel();
     const u32 lane = thread_x();
     const u64 control = launch.control, own = control + AR_OFFSETOF(Control, blocks);
-    const u32 failed = ld_weak_u32(control + AR_OFFSETOF(Control, failed));
+    const u32 failed = ld_failed_u32(control + AR_OFFSETOF(Control, failed));
     const u32 rank = ld_weak_u32(control + AR_OFFSETOF(Control, rank)) & (MAX_WORLD_SIZE - 1);
     const u32 sequence = ld_weak_u32(own) + 1;
     const u64 window = ld_weak_u64(control + AR_OFFSETOF(Control, window) + 8 * rank);
@@ -254,7 +254,7 @@ AR_DEV void ring(const RingLaunch& launch) {
 #if !defined(AR_MUTATE_NO_WARP_BARRIER)
     service_sync();  // lanes need not go in step: all have read what lane 0 writes from here on
 #endif
-    if (lane == 0) st_weak_u32(own, sequence);
+    if (lane == 0) st_rung_u32(own, sequence);
     if (AR_UNLIKELY(failed)) {
         fail_ring(launch, lane);
         return;

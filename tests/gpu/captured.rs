@@ -6,7 +6,7 @@
 use crate::harness::bits::expected;
 use crate::rank::Rank;
 use allreduce_client::{AllReduceError, AllReduceOptions, Dtype, Op};
-use allreduce_contract::cuda::{DeviceMemory, Graph};
+use allreduce_contract::cuda::{DeviceMemory, Graph, Stream};
 
 /// Kind, elements, and by how many elements source and destination are off a pack's alignment; none for in place.
 const REDUCTIONS: [(Dtype, Op, usize, Option<[usize; 2]>); 6] = [
@@ -76,12 +76,17 @@ impl Captured {
 
     /// Enqueues replays, over destinations that hold something else.
     pub fn replay(&self, rank: &Rank, times: usize) {
+        self.replay_on(rank, rank.stream(), times);
+    }
+
+    /// The same on another stream.
+    pub fn replay_on(&self, rank: &Rank, stream: &Stream, times: usize) {
         for tensor in &self.tensors {
-            rank.fill(rank.stream(), tensor.dst, 0x11, tensor.expected.len());
+            rank.fill(stream, tensor.dst, 0x11, tensor.expected.len());
         }
         for _ in 0..times {
-            // SAFETY: the tensors live as long as self, which is dropped when the stream is idle.
-            unsafe { rank.stream().replay(&self.graph) }.unwrap();
+            // SAFETY: the tensors live as long as self, which is dropped when the streams are idle.
+            unsafe { stream.replay(&self.graph) }.unwrap();
         }
     }
 

@@ -1,10 +1,10 @@
 //! What the tests do with the driver beside the contract's calls.
 //!
-//! Owns kinds of memory that CUDA IPC cannot export, a gate that holds a stream up, and captures. Every guard
-//! frees what it names. Refuses nothing: a call that fails ends the test.
+//! Owns kinds of memory that CUDA IPC cannot export, a gate that holds a stream up, captures, and a kernel that wants the
+//! whole GPU. Every guard frees what it names. Refuses nothing: a call that fails ends the test.
 #![allow(unsafe_code)] // room: CUDA
 
-use allreduce_contract::cuda::{Context, DevicePtr, Stream, check};
+use allreduce_contract::cuda::{Context, DeviceMemory, DevicePtr, Stream, check};
 use cudarc::driver::sys;
 use std::ffi::c_void;
 use std::ptr;
@@ -216,5 +216,112 @@ pub fn end_capture(stream: &Stream) {
         let ended = sys::cuStreamEndCapture(stream.raw(), &raw mut graph);
         check("cuStreamEndCapture", ended).unwrap();
         check("cuGraphDestroy", sys::cuGraphDestroy(graph)).unwrap();
+    }
+}
+
+/// A barrier over the whole grid: one thread of each block counts its block, and waits until all are counted.
+const GRID_BARRIER: &std::ffi::CStr = cr#"
+.version 7.0
+.target sm_70
+.address_size 64
+
+.visible .entry grid_barrier(.param .u64 param_counter)
+{
+    .reg .pred %p<3>;
+    .reg .b32 %r<5>;
+    .reg .b64 %rd<3>;
+
+    ld.param.u64 %rd1, [param_counter];
+    cvta.to.global.u64 %rd2, %rd1;
+    mov.u32 %r1, %tid.x;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra $done;
+    mov.u32 %r2, %nctaid.x;
+    atom.global.add.u32 %r3, [%rd2], 1;
+$wait:
+    ld.volatile.global.u32 %r4, [%rd2];
+    setp.lt.u32 %p2, %r4, %r2;
+    @%p2 bra $wait;
+$done:
+    bar.sync 0;
+    ret;
+}
+"#;
+
+/// A cooperative kernel with as many blocks as an empty GPU holds: none of them ends before all have begun.
+pub struct Cooperative {
+    context: Arc<Context>,
+    module: sys::CUmodule,
+    function: sys::CUfunction,
+    blocks: u32,
+    counter: DeviceMemory,
+}
+
+const COOPERATIVE_THREADS: u32 = 1024;
+
+impl Cooperative {
+    pub fn load(context: &Arc<Context>) -> Self {
+        let counter = DeviceMemory::allocate(context, 256).unwrap();
+        let _entered = context.enter().unwrap();
+        let (mut module, mut function, mut blocks) = (ptr::null_mut(), ptr::null_mut(), 0);
+        // SAFETY: the image is PTX with a terminator; the places have the types that the calls take; Drop unloads the
+        // module.
+        unsafe {
+            let loaded = sys::cuModuleLoadData(&raw mut module, GRID_BARRIER.as_ptr().cast());
+            check("cuModuleLoadData", loaded).unwrap();
+            let found =
+                sys::cuModuleGetFunction(&raw mut function, module, c"grid_barrier".as_ptr());
+            check("cuModuleGetFunction", found).unwrap();
+            // Also has the driver load the code now.
+            let told = sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                &raw mut blocks,
+                function,
+                COOPERATIVE_THREADS as i32,
+                0,
+            );
+            check("cuOccupancyMaxActiveBlocksPerMultiprocessor", told).unwrap();
+        }
+        let blocks = u32::try_from(blocks).unwrap() * context.device().multiprocessors().unwrap();
+        println!("a cooperative kernel of {blocks} blocks");
+        Self {
+            context: Arc::clone(context),
+            module,
+            function,
+            blocks,
+            counter,
+        }
+    }
+
+    pub fn launch(&self, stream: &Stream) {
+        let _entered = self.context.enter().unwrap();
+        let mut counter = self.counter.start();
+        let mut parameters: [*mut c_void; 1] = [(&raw mut counter).cast()];
+        // SAFETY: the counter is this value's, which is dropped when the stream is idle; the function takes one address.
+        unsafe {
+            stream.fill(self.counter.start(), 0, 4).unwrap();
+            let launched = sys::cuLaunchCooperativeKernel(
+                self.function,
+                self.blocks,
+                1,
+                1,
+                COOPERATIVE_THREADS,
+                1,
+                1,
+                0,
+                stream.raw(),
+                parameters.as_mut_ptr(),
+            );
+            check("cuLaunchCooperativeKernel", launched).unwrap();
+        }
+    }
+}
+
+impl Drop for Cooperative {
+    fn drop(&mut self) {
+        let Ok(_entered) = self.context.enter() else {
+            return;
+        };
+        // SAFETY: loaded by this value, unloaded once.
+        let _ = unsafe { sys::cuModuleUnload(self.module) };
     }
 }

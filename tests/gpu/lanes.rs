@@ -1,7 +1,7 @@
 //! Lanes `delegated` and `resident`: ranks that are processes launch the kernels themselves, or ring the executor's, also
 //! inside of graphs.
 
-use crate::harness::raw::{executor_pid, info};
+use crate::harness::raw::{block_on, dial, executor_pid, info};
 use crate::harness::worker::Worker;
 use crate::harness::{daemon, eventually, send_signal};
 use crate::rank::{JOIN_TIMEOUT, Rank, gpu_of, gpus, options};
@@ -9,6 +9,8 @@ use allreduce_client::cuda::Device;
 use allreduce_client::{
     AllReduceError, AllReduceOptions, Dtype, JoinError, JoinOptions, Lane, Op, blocking::Client,
 };
+use allreduce_contract::v1::admin_client::AdminClient;
+use allreduce_contract::v1::{CommunicatorStats, GetStatsRequest};
 use allreduced::private::PrivateDaemon;
 use nix::sys::signal::Signal;
 
@@ -467,5 +469,299 @@ fn a_parked_kernel_is_woken_by_a_ring() {
         all_answer(&mut workers, "sync", "synced");
         all_answer(&mut workers, "found", "right");
         all_answer(&mut workers, "check", "well");
+    }
+}
+
+fn ask_for(workers: &mut [Worker], lanes: &str, expected: &str) {
+    for answer in ask_all(workers, &format!("join-for {lanes}")) {
+        assert!(answer.contains(expected), "{answer}");
+    }
+}
+
+/// Several communicators keep a kernel on the GPU: together they leave room. Who comes late has fewer blocks, or another lane,
+/// and says so; who goes, or dies, gives them back.
+#[test]
+fn communicators_that_keep_kernels_on_a_gpu_share_its_blocks() {
+    let Some((_watchdog, devices)) = gpus_with_mps() else {
+        return;
+    };
+    if devices.len() > 1 {
+        println!("skipped: the ranks have a GPU each");
+        return;
+    }
+    let lane = Lane::Resident;
+    let daemon = daemon(&[
+        ("ALLREDUCED_CUDA__RESIDENT_BLOCKS", "3"),
+        ("ALLREDUCED_CUDA__RESIDENT_BLOCKS_PER_GPU", "9"),
+    ]);
+    let mut first = start(&daemon, "first", 2, lane);
+    assert_eq!(stats(&daemon, "first").warnings, Vec::<String>::new());
+    let mut second = start(&daemon, "second", 2, lane);
+    let warnings = stats(&daemon, "second").warnings;
+    assert!(
+        warnings
+            .iter()
+            .any(|warning| warning.contains("has 1 blocks")),
+        "{warnings:?}"
+    );
+    for workers in [&mut first, &mut second] {
+        all_answer(workers, "capture", "captured");
+    }
+    for _ in 0..5 {
+        // Both at the same time.
+        all_answer(&mut first, "replay 5", "replayed");
+        all_answer(&mut second, "replay 5", "replayed");
+        for workers in [&mut first, &mut second] {
+            all_answer(workers, "sync", "synced");
+            all_answer(workers, "found", "right");
+            all_answer(workers, "check", "well");
+        }
+    }
+    let mut third: Vec<Worker> = (0..2)
+        .map(|rank| Worker::start(daemon.socket(), "third", rank, 2))
+        .collect();
+    let refused = "no block left for each of 2 ranks";
+    ask_for(&mut third, "resident", refused);
+    ask_for(&mut third, "resident,delegated", refused);
+    ask_for(&mut third, "resident,delegated", "joined delegated");
+    all_answer(&mut third, "reduce", "reduced");
+    all_answer(&mut third, "leave", "left");
+    // Joining again costs the first nothing more.
+    join_all(&mut first, lane);
+    assert_eq!(stats(&daemon, "first").warnings, Vec::<String>::new());
+    all_answer(&mut second, "leave", "left");
+    eventually("the blocks that the second has given back", || {
+        let answers = ask_all(&mut third, "join-for resident");
+        let joined = |answer: &String| answer.starts_with("joined resident ");
+        answers.iter().all(joined).then_some(())
+    });
+    replay_well(&mut first, 3);
+    all_answer(&mut third, "reduce", "reduced");
+    // Parked, since MPS takes down who shares the GPU with a client that is killed at work.
+    for workers in [&mut first, &mut third] {
+        assert_eq!(workers[0].ask("disarm"), "done");
+    }
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    let pid = executor_pid(daemon.socket(), "first");
+    send_signal(pid, Signal::SIGKILL);
+    all_answer(&mut third, "leave", "left");
+    let mut fourth: Vec<Worker> = (0..3)
+        .map(|rank| Worker::start(daemon.socket(), "fourth", rank, 3))
+        .collect();
+    eventually("all blocks", || {
+        ask_for(&mut fourth, "resident", "joined resident");
+        let warnings = stats(&daemon, "fourth").warnings;
+        warnings.is_empty().then_some(())
+    });
+    all_answer(&mut fourth, "reduce", "reduced");
+}
+
+pub(crate) fn stats(daemon: &PrivateDaemon, name: &str) -> CommunicatorStats {
+    let request = GetStatsRequest {
+        communicator: name.to_owned(),
+    };
+    let answer = block_on(async {
+        let mut admin = AdminClient::new(dial(daemon.socket()).await);
+        admin.get_stats(request).await.unwrap().into_inner()
+    });
+    answer.communicators.into_iter().next().unwrap()
+}
+
+/// Calls that every rank, and each, has begun by itself; all alike, since nothing is under way.
+fn calls_made(daemon: &PrivateDaemon, name: &str) -> u64 {
+    let stats = stats(daemon, name);
+    let of_ranks: Vec<u64> = stats.ranks.iter().map(|rank| rank.lane_calls).collect();
+    assert!(
+        of_ranks.iter().all(|calls| *calls == stats.lane_calls),
+        "{of_ranks:?}, all: {}",
+        stats.lane_calls
+    );
+    stats.lane_calls
+}
+
+/// No CPU of ours sees a replay; the GPU's own numbers are counted, over epochs, and nothing else is.
+fn what_ranks_do_themselves_is_counted(lane: Lane) {
+    let daemon = daemon(&[]);
+    let name = "counted";
+    let mut workers = start(&daemon, name, 3, lane);
+    assert_eq!(calls_made(&daemon, name), 0, "trying the lane is no call");
+    all_answer(&mut workers, "capture", "captured");
+    assert_eq!(calls_made(&daemon, name), 0, "nor is capturing");
+    replay_well(&mut workers, 1);
+    // Six reductions, one of them longer than a slot.
+    let replay = calls_made(&daemon, name);
+    assert!(replay > 6, "{replay}");
+    replay_well(&mut workers, 10);
+    assert_eq!(calls_made(&daemon, name), 11 * replay);
+    all_answer(&mut workers, "eager", "called");
+    all_answer(&mut workers, "sync", "synced");
+    assert_eq!(calls_made(&daemon, name), 11 * replay + 1);
+    // Of an epoch that is over.
+    all_answer(&mut workers, "leave", "left");
+    eventually("the count of the epoch", || {
+        (calls_made(&daemon, name) == 11 * replay + 1).then_some(())
+    });
+    join_all(&mut workers, lane);
+    assert_eq!(calls_made(&daemon, name), 11 * replay + 1);
+    replay_well(&mut workers, 2);
+    assert_eq!(calls_made(&daemon, name), 13 * replay + 1);
+
+    let rings = || -> Vec<[u64; 2]> {
+        let ranks = stats(&daemon, name).ranks;
+        let rings = ranks.iter();
+        rings
+            .map(|rank| [rank.ring_calls, rank.ring_calls_staged])
+            .collect()
+    };
+    // Captured once, called once; all but the empty one of memory that is not registered.
+    let expected = match lane {
+        Lane::Resident => [7, 6],
+        _ => [0, 0],
+    };
+    eventually("what clients tell with their heartbeats", || {
+        (rings() == [expected; 3]).then_some(())
+    });
+    if lane == Lane::Resident {
+        // In the arena: not copied.
+        all_answer(&mut workers, "call-elems 64", "called");
+        eventually("one more that is not staged", || {
+            (rings() == [[8, 6]; 3]).then_some(())
+        });
+    }
+    let socket = daemon.socket().to_str().unwrap();
+    let text = crate::harness::run(&["status", "--socket", socket]).stdout;
+    println!("{text}");
+    assert!(text.contains("calls by every rank itself"), "{text}");
+    let says = text.contains("staged: 6 of 8 calls enqueued or captured: register their memory");
+    assert_eq!(says, lane == Lane::Resident, "{text}");
+    let json = crate::harness::run(&["status", "--json", "--socket", socket]).json();
+    let shown = &json["communicators"][0];
+    assert_eq!(shown["lane_calls"], shown["ranks"][0]["lane_calls"]);
+    all_answer(&mut workers, "leave", "left");
+}
+
+#[test]
+fn what_ranks_do_themselves_is_counted_delegated() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    what_ranks_do_themselves_is_counted(Lane::Delegated);
+}
+
+#[test]
+fn what_ranks_do_themselves_is_counted_resident() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    what_ranks_do_themselves_is_counted(Lane::Resident);
+}
+
+/// No worker does that, and no sum may be wrong for it: two graphs of a communicator on two streams, or calls beside a graph.
+/// Either they happened to come one after the other, or every rank is told; and joining again makes the same graphs right.
+fn what_runs_at_once_is_refused(lane: Lane) {
+    let daemon = daemon(&[("ALLREDUCED_COMMUNICATOR__DEFAULT_TIMEOUT_MS", "5000")]);
+    let mut workers = start(&daemon, "at-once", 2, lane);
+    all_answer(&mut workers, "capture", "captured");
+    all_answer(&mut workers, "capture-second", "captured");
+    // In turn they may, on whatever streams.
+    all_answer(&mut workers, "in-turn 10", "right and right");
+    all_answer(&mut workers, "check", "well");
+    let mut refused = 0;
+    for round in 0..6 {
+        let what = match round % 2 {
+            0 => "at-once graphs 5",
+            _ => "at-once calls 5",
+        };
+        for answer in ask_all(&mut workers, what) {
+            println!("{what}: {answer}");
+            assert!(!answer.contains("wrong"), "{what}: {answer}");
+        }
+        for told in ask_all(&mut workers, "check") {
+            println!("{told}");
+            // Ranks that were let through in different orders disagree, which is seen too.
+            let known = [
+                "of its own were under way",
+                "another reduction",
+                "ahead by a whole",
+                "the executor ended the epoch",
+            ];
+            assert!(
+                told == "well" || known.iter().any(|words| told.contains(words)),
+                "{told}"
+            );
+            refused += u32::from(told.contains("of its own were under way"));
+        }
+        join_all(&mut workers, lane);
+        replay_well(&mut workers, 2);
+        all_answer(&mut workers, "in-turn 2", "right and right");
+        all_answer(&mut workers, "check", "well");
+    }
+    assert!(refused > 0, "nothing ran at once");
+}
+
+#[test]
+fn what_runs_at_once_is_refused_delegated() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    what_runs_at_once_is_refused(Lane::Delegated);
+}
+
+#[test]
+fn what_runs_at_once_is_refused_resident() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    what_runs_at_once_is_refused(Lane::Resident);
+}
+
+/// A worker's kernel of as many blocks as the empty GPU holds, which wait for each other, has completed.
+fn gets_the_whole_gpu(worker: &mut Worker) {
+    worker.tell("cooperated 20000");
+    assert_eq!(worker.answer_within(JOIN_TIMEOUT), "completed");
+}
+
+/// A worker's kernel that wants every multiprocessor gets them, though a kernel stays there between reductions: it parks. (Not
+/// while another rank's reduction is under way on the same GPU: the ring of that rank would have no room either.)
+#[test]
+fn a_kernel_that_wants_the_whole_gpu_gets_it_once_the_one_that_stays_parks() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    let lane = Lane::Resident;
+    let daemon = daemon(&[]);
+    let mut workers = start(&daemon, "whole", 2, lane);
+    all_answer(&mut workers, "capture", "captured");
+    for round in 0..10 {
+        replay_well(&mut workers, 2);
+        // Right behind reductions, and when it was armed for some.
+        if round % 3 > 0 {
+            assert_eq!(workers[0].ask("arm"), "done");
+        }
+        let worker = &mut workers[round % 2];
+        assert_eq!(worker.ask("cooperate"), "launched");
+        gets_the_whole_gpu(worker);
+    }
+}
+
+/// One that does not park by itself is told to.
+#[test]
+fn disarming_lets_a_kernel_have_the_whole_gpu() {
+    let Some((_watchdog, _)) = gpus_with_mps() else {
+        return;
+    };
+    let lane = Lane::Resident;
+    let daemon = daemon(&[("ALLREDUCED_CUDA__RESIDENT_IDLE_US", "100000000")]);
+    let mut workers = start(&daemon, "whole", 2, lane);
+    all_answer(&mut workers, "capture", "captured");
+    for _ in 0..3 {
+        replay_well(&mut workers, 2);
+        assert_eq!(workers[0].ask("arm"), "done");
+        assert_eq!(workers[0].ask("cooperate"), "launched");
+        let before = workers[0].ask("cooperated 200");
+        println!("beside a kernel that stays: {before}");
+        assert_eq!(workers[0].ask("disarm"), "done");
+        gets_the_whole_gpu(&mut workers[0]);
+        replay_well(&mut workers, 2);
     }
 }

@@ -10,9 +10,9 @@ use crate::harness::{self, watchdog_of};
 use allreduce_client::blocking::{Client, Communicator};
 use allreduce_client::cuda::{Device, DeviceBuffer, StreamHandle, devices};
 use allreduce_client::{
-    AllReduceError, AllReduceOptions, Backend, Dtype, JoinOptions, Lane, Op, Reduction,
+    AllReduceError, AllReduceOptions, Backend, Dtype, JoinError, JoinOptions, Lane, Op, Reduction,
 };
-use allreduce_contract::cuda::{Context, Stream};
+use allreduce_contract::cuda::{Context, Event, Stream};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -65,16 +65,24 @@ pub fn options(name: &str, rank: u32, world_size: u32, device: &Device) -> JoinO
 
 impl Rank {
     pub fn join(socket: &Path, options: JoinOptions, device: &Device) -> Self {
-        let communicator = Client::connect(socket).unwrap().join(options).unwrap();
+        Self::try_join(socket, options, device).unwrap()
+    }
+
+    pub fn try_join(
+        socket: &Path,
+        options: JoinOptions,
+        device: &Device,
+    ) -> Result<Self, JoinError> {
+        let communicator = Client::connect(socket).unwrap().join(options)?;
         assert_eq!(communicator.backend(), Backend::Cuda);
         assert_eq!(communicator.device(), Some(device));
         let context = Context::retain(device.clone()).unwrap();
-        Self {
+        Ok(Self {
             scratch: communicator.allocate_device(SCRATCH_BYTES).unwrap(),
             communicator,
             streams: [(); 2].map(|()| Stream::create(&context).unwrap()),
             context,
-        }
+        })
     }
 
     pub fn stream(&self) -> &Stream {
@@ -96,6 +104,15 @@ impl Rank {
         unsafe {
             self.communicator
                 .all_reduce_on(handle, src, dst, num_elems, dtype, op, options)
+        }
+    }
+
+    /// Makes one of the two streams wait for what the other holds.
+    pub fn order(&self, event: &Event, first: usize, then: usize) {
+        // SAFETY: the streams are alive, and of the event's context.
+        unsafe {
+            event.record_on(self.streams[first].raw().cast()).unwrap();
+            event.await_on(self.streams[then].raw().cast()).unwrap();
         }
     }
 

@@ -1,12 +1,12 @@
 //! A rank that is a process, to be killed or to get stuck: what it does when it is told.
 
 use crate::captured::Captured;
-use crate::cuda::Gate;
+use crate::cuda::{Cooperative, Gate};
 use crate::harness::worker::{asked, describe, say};
 use crate::rank::{Rank, gpu_of, options};
 use allreduce_client::cuda::devices;
 use allreduce_client::{AllReduceOptions, Dtype, Lane, Op};
-use allreduce_contract::cuda::{DeviceMemory, relax_capture_mode};
+use allreduce_contract::cuda::{DeviceMemory, Event, relax_capture_mode};
 use std::time::Duration;
 
 /// Runs as a worker, and exits, if this process was started as one.
@@ -19,6 +19,8 @@ pub fn run_if_asked() {
     let mut joined: Option<Rank> = None;
     let mut gate: Option<Gate> = None;
     let mut captured: Option<Captured> = None;
+    let mut second: Option<Captured> = None;
+    let mut cooperative: Option<Cooperative> = None;
     for line in asked.told {
         let words: Vec<&str> = line.split(' ').collect();
         match (words.as_slice(), &joined) {
@@ -34,6 +36,25 @@ pub fn run_if_asked() {
                 say(&format!("joined {}", rank.communicator.epoch()));
                 joined = Some(rank);
             }
+            // With these lanes, best first, if they can be had.
+            (["join-for", lanes], _) => {
+                drop(joined.take());
+                let options = options(&asked.communicator, asked.rank, asked.world_size, device);
+                let lanes = lanes.split(',').map(|lane| lane.parse().unwrap());
+                match Rank::try_join(
+                    &asked.socket,
+                    options.lanes(lanes.collect::<Vec<Lane>>()),
+                    device,
+                ) {
+                    Ok(rank) => {
+                        let communicator = &rank.communicator;
+                        let (lane, reason) = (communicator.lane(), communicator.lane_reason());
+                        say(&format!("joined {lane} {reason}"));
+                        joined = Some(rank);
+                    }
+                    Err(error) => say(&error.to_string()),
+                }
+            }
             (["reduce"], Some(rank)) => match rank.reduce_one() {
                 Ok(()) => say("reduced"),
                 Err(error) => say(&describe(&error)),
@@ -46,6 +67,83 @@ pub fn run_if_asked() {
                 }
                 Err(error) => say(&describe(&error)),
             },
+            (["capture-second"], Some(rank)) => {
+                second = Some(Captured::new(rank).unwrap());
+                say("captured");
+            }
+            // What must not be: on two streams at once. What is in the tensors then, of both.
+            (["at-once", "graphs", times], Some(rank)) => {
+                let (first, second) = (captured.as_ref().unwrap(), second.as_ref().unwrap());
+                for _ in 0..times.parse().unwrap() {
+                    first.replay_on(rank, &rank.streams[0], 1);
+                    second.replay_on(rank, &rank.streams[1], 1);
+                }
+                for stream in &rank.streams {
+                    stream.synchronize().unwrap();
+                }
+                say(&format!("{} and {}", first.found(rank), second.found(rank)));
+            }
+            (["at-once", "calls", times], Some(rank)) => {
+                let first = captured.as_ref().unwrap();
+                let at = rank.scratch.ptr();
+                let [stream, other] = &rank.streams;
+                let ones: Vec<u8> = (0..4096).flat_map(|_| 1.0_f32.to_le_bytes()).collect();
+                let mut found = "right".to_owned();
+                for _ in 0..times.parse().unwrap() {
+                    first.replay_on(rank, stream, 3);
+                    rank.upload(other, at, &ones);
+                    let kind = (Dtype::F32, Op::Sum);
+                    let options = AllReduceOptions::default();
+                    // Refused, once it has been told.
+                    let called = rank.call(other, [at, at], 4096, kind, options);
+                    let bytes = rank.download(other, at, ones.len());
+                    let sum = (asked.world_size as f32).to_le_bytes();
+                    let mut values = bytes.chunks_exact(4);
+                    let is_nan =
+                        |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().unwrap()).is_nan();
+                    if called.is_err() || values.clone().all(is_nan) {
+                        found = "nan".to_owned();
+                    } else if !values.all(|bytes| bytes == sum) {
+                        found = "wrong".to_owned();
+                        break;
+                    }
+                }
+                stream.synchronize().unwrap();
+                say(&format!("{} and {found}", first.found(rank)));
+            }
+            // One after the other, on two streams: the second waits for an event behind the first.
+            (["in-turn", times], Some(rank)) => {
+                let (first, second) = (captured.as_ref().unwrap(), second.as_ref().unwrap());
+                let event = Event::create(&rank.context).unwrap();
+                for _ in 0..times.parse().unwrap() {
+                    first.replay_on(rank, &rank.streams[0], 1);
+                    rank.order(&event, 0, 1);
+                    second.replay_on(rank, &rank.streams[1], 1);
+                    rank.order(&event, 1, 0);
+                }
+                for stream in &rank.streams {
+                    stream.synchronize().unwrap();
+                }
+                say(&format!("{} and {}", first.found(rank), second.found(rank)));
+            }
+            // As many blocks as an empty GPU holds, which wait for each other.
+            (["cooperate"], Some(rank)) => {
+                let kernel = cooperative.get_or_insert_with(|| Cooperative::load(&rank.context));
+                kernel.launch(&rank.streams[1]);
+                say("launched");
+            }
+            // Waits for it, but not for ever.
+            (["cooperated", limit_ms], Some(rank)) => {
+                let limit = Duration::from_millis(limit_ms.parse().unwrap());
+                let begun = std::time::Instant::now();
+                while !rank.streams[1].is_idle().unwrap() && begun.elapsed() < limit {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                say(match rank.streams[1].is_idle().unwrap() {
+                    true => "completed",
+                    false => "waiting",
+                });
+            }
             // In place, so each call doubles what the one before has left.
             (["two-streams", calls], Some(rank)) => {
                 let calls: i32 = calls.parse().unwrap();
@@ -199,4 +297,6 @@ pub fn run_if_asked() {
         }
     }
     drop(gate);
+    drop(second);
+    drop(cooperative);
 }

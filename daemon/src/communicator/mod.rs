@@ -23,6 +23,7 @@
 
 mod arena;
 mod error;
+mod lane_calls;
 mod rendezvous;
 mod stats;
 
@@ -30,6 +31,7 @@ pub(crate) use error::{
     BufferError, CallError, EndCause, EpochEnd, Gone, GpuError, JoinError, REGISTER_ALIGN_BYTES,
     Side,
 };
+pub(crate) use lane_calls::LaneCalls;
 pub(crate) use rendezvous::{Place, Signature, Ticket};
 pub(crate) use stats::{Count, Quantiles, RankStats, ReductionKind, Stats};
 
@@ -521,14 +523,25 @@ impl<T> Communicator<T> {
         self.members.iter().flatten().copied().collect()
     }
 
+    /// By rank: the lanes it can use.
+    fn wanted_lanes(&self) -> Vec<&[Lane]> {
+        let sessions = self.members.iter().flatten();
+        sessions
+            .filter_map(|session| self.sessions.get(session))
+            .map(|session| session.lanes.as_slice())
+            .collect()
+    }
+
+    /// The lane that those who are in would have on GPUs that can take so much; none if they are to be refused.
+    pub(crate) fn lane_on(&self, gpus: &GpuLimits) -> Option<Lane> {
+        let choice = choose_lane(self.settings.backend, &self.wanted_lanes(), Some(gpus));
+        choice.ok().map(|choice| choice.lane)
+    }
+
     /// Every rank is in, and its memory is as it should be.
     fn choose_lane(&mut self, deadline: Option<Instant>) {
         let sessions = self.member_sessions();
-        let wanted: Vec<&[Lane]> = sessions
-            .iter()
-            .filter_map(|session| self.sessions.get(session))
-            .map(|session| session.lanes.as_slice())
-            .collect();
+        let wanted = self.wanted_lanes();
         let lane = match choose_lane(self.settings.backend, &wanted, self.gpus.as_ref()) {
             Ok(lane) => lane,
             Err(refusal) => {
@@ -1161,7 +1174,7 @@ impl<T> Communicator<T> {
 
     /// How the kernel of lane `resident` is launched, once the GPUs were tested.
     pub(crate) fn resident_shape(&self) -> Option<ResidentBlocks> {
-        self.gpus.and_then(|gpus| gpus.resident)
+        self.gpus.and_then(|gpus| gpus.resident.ok())
     }
 
     /// How a rank of the lane in use, which launches itself, is to reduce. The same whether in place or not, so that

@@ -2,6 +2,7 @@
 //! The state machine on its own: no memory, no sockets, no clock but the numbers given.
 
 use super::*;
+use crate::plan::NoStaying;
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -136,7 +137,7 @@ const GPUS: GpuLimits = GpuLimits {
     push_slot_bytes: 4096,
     inband_part_bytes: 4096,
     staging_part_bytes: 4096,
-    resident: None,
+    resident: Err(NoStaying::NotConfigured),
     shared_by_mps: true,
     island_size: 1,
     peer_access: true,

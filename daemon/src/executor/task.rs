@@ -12,24 +12,27 @@ use crate::backend::host_resident::{self, BufferTable, ResidentStats};
 use crate::backend::jobs::JobThread;
 use crate::communicator::{
     ARENA, BufferError, Call, CallError, Communicator, Count, Effect, EpochEnd, Gone, GpuError,
-    GpusTested, JoinError, Joining, Launch, Quantiles, RankStats, Reduced, ReductionKind,
-    SessionInfo, Settings, Signature, Stats,
+    GpusTested, JoinError, Joining, LaneCalls, Launch, Quantiles, RankStats, Reduced,
+    ReductionKind, SessionInfo, Settings, Signature, Stats,
 };
 use crate::config::ms;
 use crate::executor::ExecutorSpec;
 use crate::health::HealthTable;
-use crate::plan::{LaneChoice, Plan, lane_geometry, tuned_geometry};
+use crate::plan::{LaneChoice, Plan, ResidentBlocks, lane_geometry, tuned_geometry};
 use crate::topology::Machine;
 use allreduce_contract::companion::{Kind, Refusal, TOKEN_LEN};
 use allreduce_contract::cuda::ImportedMemory;
 use allreduce_contract::kernel::{Instance, MAX_RING_BUFFERS, Regions};
 use allreduce_contract::lane::Abort;
 use allreduce_contract::memory::{Mapping, MemoryError, SealedMemory};
-use allreduce_contract::v1::{CudaMemory, ErrorCode, GaveUp, Hello, HostLane, RegionKind};
+use allreduce_contract::v1::{
+    CudaMemory, ErrorCode, GaveUp, Hello, HostLane, RegionKind, RingCounts, Shared,
+};
 use allreduce_contract::window::{ABI_VERSION, Control};
 use allreduce_contract::{Algorithm, Backend as BackendKind, Lane, Rank};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
@@ -39,6 +42,9 @@ const LATE: Duration = Duration::from_millis(50);
 
 /// How often memory that is being made or freed is looked at.
 const POLL: Duration = Duration::from_millis(1);
+
+/// How often the calls that ranks make themselves on GPUs are counted, asked or not: their numbers wrap, after hours.
+const COUNT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// How long a kernel that stays waits for its peers before Ready, while ranks still load theirs.
 const LANE_TEST_TIMEOUT: Duration = Duration::from_secs(20);
@@ -122,6 +128,8 @@ pub(crate) struct StatsReport {
     pub(crate) window_bytes: u64,
     pub(crate) warnings: Vec<String>,
     pub(crate) topology: String,
+    /// That every rank has begun.
+    pub(crate) lane_calls: u64,
 }
 
 /// One rank of a [`StatsReport`].
@@ -132,6 +140,8 @@ pub(crate) struct RankReport {
     pub(crate) lateness: Quantiles,
     pub(crate) times_last: u64,
     pub(crate) joined: bool,
+    pub(crate) lane_calls: u64,
+    pub(crate) rings: RingCounts,
 }
 
 pub(crate) type CallReply = oneshot::Sender<Result<Reduced, CallError>>;
@@ -157,7 +167,22 @@ enum Command {
     /// A rank has mapped its peers' memory, or could not.
     Shared {
         session: u64,
-        error: Option<String>,
+        shared: Shared,
+    },
+    /// What a rank of lane resident has counted on a GPU.
+    Rung {
+        session: u64,
+        rank: Rank,
+        counts: RingCounts,
+    },
+    /// Read how many calls the ranks have made themselves on GPUs. Answered when it is done, or cannot be.
+    CountCalls(oneshot::Sender<()>),
+    /// The CUDA thread has read the numbers of the ranks' newest calls, or could not.
+    Counted {
+        epoch: u64,
+        /// For the last time.
+        is_last: bool,
+        calls: Option<Vec<u32>>,
     },
     /// Launch the kernel that stays, or have it park.
     SetArmed {
@@ -319,8 +344,18 @@ impl Handle {
     }
 
     /// A rank has mapped its peers' memory, or could not.
-    pub(crate) async fn shared(&self, session: u64, error: Option<String>) {
-        self.tell(Command::Shared { session, error }).await;
+    pub(crate) async fn shared(&self, session: u64, shared: Shared) {
+        self.tell(Command::Shared { session, shared }).await;
+    }
+
+    /// What a rank of lane resident has counted on a GPU.
+    pub(crate) async fn rung(&self, session: u64, rank: Rank, counts: RingCounts) {
+        let command = Command::Rung {
+            session,
+            rank,
+            counts,
+        };
+        self.tell(command).await;
     }
 
     /// A rank could not finish a reduction of its own.
@@ -461,6 +496,11 @@ impl Handle {
 
     pub(crate) async fn record_error(&self, code: ErrorCode) {
         self.tell(Command::RecordError(code)).await;
+    }
+
+    /// Has the calls counted that ranks make themselves on GPUs, for the next [`Self::stats`]. A GPU may take its time.
+    pub(crate) async fn count_calls(&self) -> Result<(), Stopped> {
+        self.ask(Command::CountCalls).await
     }
 
     pub(crate) async fn stats(&self) -> Result<StatsReport, Stopped> {
@@ -611,6 +651,13 @@ pub(crate) struct Task {
     /// By session: whether the rank's process is a client of MPS.
     has_mps: HashMap<u64, bool>,
     warnings: Vec<String>,
+    /// What ranks reduce themselves on GPUs.
+    lane_calls: LaneCalls,
+    /// By session of the epoch that forms: calls with which it has tried its lane.
+    tried: HashMap<u64, u32>,
+    /// Who waits for a count that is under way.
+    counting: Option<Vec<oneshot::Sender<()>>>,
+    counted_at: Instant,
     /// When the backend, being at work, is to be looked at next.
     next_poll: Option<Instant>,
     /// How long enqueueing the last reduction took.
@@ -679,6 +726,7 @@ impl Task {
                         spec.cuda.clone(),
                         spec.topology.clone(),
                         spec.world_size(),
+                        spec.socket.parent().unwrap_or(Path::new(".")).to_owned(),
                     )?;
                     Backend::Cuda(Box::new(backend))
                 }
@@ -689,6 +737,10 @@ impl Task {
             detaching: HashMap::new(),
             has_mps: HashMap::new(),
             warnings: notes,
+            lane_calls: LaneCalls::new(spec.world_size()),
+            tried: HashMap::new(),
+            counting: None,
+            counted_at: Instant::now(),
             next_poll: None,
             enqueue_time: Duration::ZERO,
             lost: None,
@@ -804,7 +856,30 @@ impl Task {
                 self.answer_join(reply, joined);
             }
             Command::Mapped { session, error } => self.communicator.mapped(session, error),
-            Command::Shared { session, error } => self.communicator.shared(session, error),
+            Command::Shared {
+                session,
+                shared: Shared { error, calls },
+            } => {
+                self.tried.insert(session, calls);
+                let error = (!error.is_empty()).then_some(error);
+                self.communicator.shared(session, error);
+            }
+            Command::Rung {
+                session,
+                rank,
+                counts,
+            } => {
+                // Of one that is gone nothing is kept.
+                if self.told.contains_key(&session) {
+                    self.lane_calls.tell_rings(session, rank, counts);
+                }
+            }
+            Command::CountCalls(reply) => self.count_calls(Some(reply)),
+            Command::Counted {
+                epoch,
+                is_last,
+                calls,
+            } => self.counted(epoch, is_last, calls.as_deref()),
             Command::LaneMade(made) => self.lane_made(made),
             Command::SetArmed {
                 session,
@@ -1195,6 +1270,20 @@ impl Task {
             limits.shared_by_mps = cuda.is_shared_by_mps(&sessions, &self.has_mps);
             self.warnings = cuda.warnings(&sessions, &self.has_mps);
             self.warnings.extend(notes);
+            match (self.communicator.lane_on(&limits), limits.resident) {
+                (Some(Lane::Resident), Ok(asked)) => {
+                    limits.resident = cuda.take_blocks(&sessions, asked);
+                    if let Ok(ResidentBlocks { blocks, .. }) = limits.resident
+                        && blocks < asked.blocks
+                    {
+                        self.warnings.push(format!(
+                            "lane resident has {blocks} blocks of a GPU for each rank, not {}: other communicators have the rest of those that may stay there (cuda.resident_blocks_per_gpu)",
+                            asked.blocks
+                        ));
+                    }
+                }
+                _ => cuda.give_blocks_back(),
+            }
             cuda.begin_epoch(epoch, sessions)
                 .map(|()| GpusTested {
                     limits,
@@ -1312,9 +1401,53 @@ impl Task {
         }
     }
 
+    /// Has the calls counted that ranks of the current epoch have made themselves; `reply` is told when it is done.
+    fn count_calls(&mut self, reply: Option<oneshot::Sender<()>>) {
+        if let Some(waiting) = &mut self.counting {
+            waiting.extend(reply);
+            return;
+        }
+        self.counted_at = Instant::now();
+        let epoch = self.communicator.epoch();
+        // Else dropped, which answers too.
+        if self.lane_calls.is_open(epoch) && self.read_calls(epoch, false) {
+            self.counting = Some(reply.into_iter().collect());
+        }
+    }
+
+    fn read_calls(&self, epoch: u64, is_last: bool) -> bool {
+        let Backend::Cuda(cuda) = &self.backend else {
+            return false;
+        };
+        let own = self.own.clone();
+        cuda.count_calls(epoch, move |calls| {
+            let counted = Command::Counted {
+                epoch,
+                is_last,
+                calls,
+            };
+            tell_task(&own, counted);
+        })
+    }
+
+    fn counted(&mut self, epoch: u64, is_last: bool, calls: Option<&[u32]>) {
+        if let Some(calls) = calls {
+            self.lane_calls.read(epoch, calls);
+        }
+        if is_last {
+            return self.lane_calls.settle(epoch);
+        }
+        for reply in self.counting.take().into_iter().flatten() {
+            let _ = reply.send(());
+        }
+    }
+
     /// Carries out what waited for the GPUs, and notices what went wrong on them.
     fn look_at_gpus(&mut self) {
         self.next_poll = None;
+        if self.counted_at.elapsed() >= COUNT_INTERVAL {
+            self.count_calls(None);
+        }
         let Backend::Cuda(cuda) = &mut self.backend else {
             return;
         };
@@ -1497,6 +1630,8 @@ impl Task {
         }
         if self.communicator.num_sessions() > 0 {
             self.idle_since = Instant::now();
+        } else if let Backend::Cuda(cuda) = &mut self.backend {
+            cuda.give_blocks_back();
         }
     }
 
@@ -1531,10 +1666,19 @@ impl Task {
                 lane,
             } => {
                 tracing::info!(epoch, lane = %lane.lane, reason = lane.reason, "ready");
+                let tried = std::mem::take(&mut self.tried);
                 if let Backend::Cuda(cuda) = &self.backend {
                     let timeout = ms(self.spec.communicator.default_timeout_ms);
                     for resident in cuda.lane().iter().flat_map(|lane| lane.residents()) {
                         resident.set_timeout(timeout);
+                    }
+                    let of = |session| tried.get(session).copied().unwrap_or(0).into();
+                    match lane.lane {
+                        Lane::Delegated | Lane::Resident => {
+                            self.lane_calls
+                                .begin(epoch, sessions.iter().map(of).collect());
+                        }
+                        Lane::Rpc => {}
                     }
                 }
                 for session in sessions {
@@ -1560,6 +1704,10 @@ impl Task {
                         let is_orderly = end.cause.is_orderly();
                         cuda.end_epoch(end.epoch, end.cause.rank(), is_orderly);
                         cuda.ended_later(session);
+                        // Told for each session, read once; before its windows are freed on the same thread.
+                        if self.lane_calls.end(end.epoch) && !self.read_calls(end.epoch, true) {
+                            self.lane_calls.settle(end.epoch);
+                        }
                     }
                 }
                 self.tell(session, Tell::Ended(end));
@@ -1586,6 +1734,8 @@ impl Task {
                 tracing::info!(%rank, "rank gone, its window is freed");
                 self.told.remove(&session);
                 self.has_mps.remove(&session);
+                self.tried.remove(&session);
+                self.lane_calls.forget(session);
                 let waiting = self.detaching.remove(&session);
                 // Their memory goes with the session's.
                 let released = self.releasing.extract_if(|(owner, _), _| *owner == session);
@@ -1636,6 +1786,7 @@ impl Task {
                         instance: Instance::of(self.spec.world_size()),
                         epoch,
                         timeout: LANE_TEST_TIMEOUT,
+                        slots: cuda.slots().cloned(),
                         resident: match lane {
                             Lane::Resident => self.communicator.resident_shape().map(|shape| {
                                 cuda::ResidentShape {
@@ -1963,6 +2114,8 @@ impl Task {
             lateness: stats.lateness.quantiles(),
             times_last: stats.times_last,
             joined: self.communicator.is_joined(rank),
+            lane_calls: self.lane_calls.of(rank),
+            rings: self.lane_calls.rings(rank),
         };
         StatsReport {
             epoch: self.communicator.epoch(),
@@ -1984,6 +2137,7 @@ impl Task {
             window_bytes: self.backend.window_bytes(),
             warnings: self.warnings.clone(),
             topology: self.communicator.topology().to_owned(),
+            lane_calls: self.lane_calls.of_all(),
         }
     }
 }

@@ -69,8 +69,8 @@ pub(crate) struct GpuLimits {
     pub inband_part_bytes: u64,
     /// Bytes of a staging part.
     pub staging_part_bytes: u64,
-    /// The kernel that stays, for each rank; none if it is not configured, or would not fit twice.
-    pub resident: Option<ResidentBlocks>,
+    /// The kernel that stays, for each rank, or why there is none.
+    pub resident: Result<ResidentBlocks, NoStaying>,
     /// Whether the executor and the ranks of each GPU that several ranks are on are clients of MPS.
     pub shared_by_mps: bool,
     /// Ranks of an island, which are consecutive; divides the world size.
@@ -140,6 +140,44 @@ pub(crate) struct ResidentBlocks {
     pub blocks: u32,
     /// Data threads of each.
     pub data_threads: u32,
+    /// Blocks of all kernels that stay on the GPU: they fit twice, since one launch takes over from another.
+    pub room: u32,
+}
+
+/// Why no kernel stays.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NoStaying {
+    /// It is not configured, or would not fit twice.
+    NotConfigured,
+    /// Other communicators have the blocks.
+    Full {
+        /// That may stay on the GPU.
+        budget: u32,
+        /// Of them, those that are free.
+        free: u32,
+        /// Ranks there.
+        ranks: u32,
+    },
+    /// What others have is not known.
+    NotCounted,
+}
+
+impl From<NoStaying> for Refusal {
+    fn from(none: NoStaying) -> Self {
+        match none {
+            NoStaying::NotConfigured => Refusal::NoResident,
+            NoStaying::Full {
+                budget,
+                free,
+                ranks,
+            } => Refusal::NoBlocksLeft {
+                budget,
+                free,
+                ranks,
+            },
+            NoStaying::NotCounted => Refusal::BlocksNotCounted,
+        }
+    }
 }
 
 /// Data threads of a block of the kernel that stays: 43,008 bytes are a pack for each thread of 6 blocks.
@@ -152,12 +190,16 @@ pub(crate) fn resident_blocks(
     asked: u32,
     ranks: u32,
     staying_blocks: u32,
-) -> Option<ResidentBlocks> {
-    let fits = staying_blocks / ranks.max(1) / 2;
-    let blocks = asked.min(fits).min(MAX_RING_BLOCKS);
-    (blocks > 0).then(|| ResidentBlocks {
+) -> Result<ResidentBlocks, NoStaying> {
+    let room = staying_blocks / 2;
+    let blocks = asked.min(room / ranks.max(1)).min(MAX_RING_BLOCKS);
+    if blocks == 0 {
+        return Err(NoStaying::NotConfigured);
+    }
+    Ok(ResidentBlocks {
         blocks,
         data_threads: RESIDENT_THREADS.min(instance.max_data_threads()),
+        room,
     })
 }
 
@@ -322,6 +364,23 @@ pub(crate) enum Refusal {
         "lane resident has no blocks: cuda.resident_blocks is 0, or more than the GPU holds twice"
     )]
     NoResident,
+    /// Kernels that stay leave room on a GPU, all communicators' together.
+    #[error(
+        "lane resident has no block left for each of {ranks} ranks of a GPU: of the {budget} blocks that may stay there (cuda.resident_blocks_per_gpu, or half of what it holds) {free} are free, other communicators have the rest"
+    )]
+    NoBlocksLeft {
+        /// That may stay on the GPU.
+        budget: u32,
+        /// Of them, those that are free.
+        free: u32,
+        /// Ranks there.
+        ranks: u32,
+    },
+    /// The files that count the blocks cannot be used.
+    #[error(
+        "the blocks that stay on the GPUs of lane resident cannot be counted: the executor's log says why"
+    )]
+    BlocksNotCounted,
     /// The kernel that stays has another algorithm.
     #[error("the kernel that stays has no {algorithm}, only one_shot_pull_inband")]
     NotStaying {
@@ -791,7 +850,8 @@ fn plan_resident(request: &PlanRequest<'_>, limits: &GpuLimits) -> Result<Plan, 
     let ResidentBlocks {
         blocks,
         data_threads,
-    } = limits.resident.ok_or(Refusal::NoResident)?;
+        room: _,
+    } = limits.resident?;
     Ok(Plan {
         algorithm: only,
         shape: Shape::Cuda {
@@ -841,10 +901,8 @@ fn check_lane(backend: Backend, lane: Lane, gpus: Option<&GpuLimits>) -> Result<
         (Backend::Cuda, Lane::Resident, Some(limits)) if !limits.shared_by_mps => {
             Err(Refusal::NeedsMps { lane })
         }
-        (Backend::Cuda, Lane::Resident, Some(limits)) if limits.resident.is_none() => {
-            Err(Refusal::NoResident)
-        }
         (Backend::Cuda, Lane::Delegated | Lane::Resident, None) => Err(Refusal::NotTested),
+        (Backend::Cuda, Lane::Resident, Some(limits)) => Ok(limits.resident.map(drop)?),
         (Backend::Host | Backend::Cuda, Lane::Rpc | Lane::Delegated | Lane::Resident, _) => Ok(()),
     }
 }
@@ -1003,10 +1061,19 @@ mod tests {
                     push_slot_bytes: 1024 * push,
                     inband_part_bytes: 1024 * inband,
                     staging_part_bytes: 1024 * staging,
-                    resident: (resident_blocks > 300).then_some(ResidentBlocks {
-                        blocks: 6,
-                        data_threads: 160,
-                    }),
+                    resident: match resident_blocks {
+                        301.. => Ok(ResidentBlocks {
+                            blocks: 6,
+                            data_threads: 160,
+                            room: 100,
+                        }),
+                        150..=300 => Err(NoStaying::Full {
+                            budget: 24,
+                            free: 1,
+                            ranks: 2,
+                        }),
+                        ..150 => Err(NoStaying::NotConfigured),
+                    },
                     shared_by_mps,
                     // Of the world: see `requests`.
                     island_size: 1,
@@ -1119,7 +1186,7 @@ mod tests {
             Lane::Delegated => gpus.resident_blocks < 2 * gpus.ranks_per_gpu,
             Lane::Resident => {
                 let only = Algorithm::OneShotPullInband;
-                gpus.resident.is_none() || request.algorithm.is_some_and(|asked| asked != only)
+                gpus.resident.is_err() || request.algorithm.is_some_and(|asked| asked != only)
             }
         };
         is_unreachable || is_ineligible || is_short
@@ -1280,15 +1347,54 @@ mod tests {
         push_slot_bytes: 256 << 10,
         inband_part_bytes: 1 << 20,
         staging_part_bytes: 4 << 20,
-        resident: Some(ResidentBlocks {
+        resident: Ok(ResidentBlocks {
             blocks: 6,
             data_threads: 352,
+            room: 66,
         }),
         shared_by_mps: true,
         island_size: 4,
         peer_access: false,
         host_staged_bytes: Some(1 << 20),
     };
+
+    #[test]
+    fn where_other_communicators_have_the_blocks_the_next_lane_is_taken() {
+        let full = GpuLimits {
+            peer_access: true,
+            resident: Err(NoStaying::Full {
+                budget: 24,
+                free: 1,
+                ranks: 2,
+            }),
+            ..APART
+        };
+        let choose = |wanted: &[Lane]| choose_lane(Backend::Cuda, &[wanted, &[]], Some(&full));
+        let refusal = Refusal::NoBlocksLeft {
+            budget: 24,
+            free: 1,
+            ranks: 2,
+        };
+        assert_eq!(choose(&[Lane::Resident]), Err(refusal.clone()));
+        let next = choose(&[Lane::Resident, Lane::Delegated]).unwrap();
+        assert_eq!(next.lane, Lane::Delegated);
+        assert_eq!(next.reason, format!("asked for; not resident: {refusal}"));
+        assert_eq!(choose(&[]).unwrap().lane, Lane::Delegated);
+        let left = GpuLimits {
+            resident: APART.resident,
+            ..full
+        };
+        let lane = choose_lane(Backend::Cuda, &[&[Lane::Resident]], Some(&left));
+        assert_eq!(lane.unwrap().lane, Lane::Resident);
+        // The kernel that stays must fit twice, with those of all communicators.
+        let blocks = |asked, ranks, staying| {
+            resident_blocks(Instance::N2, asked, ranks, staying).map(|has| (has.blocks, has.room))
+        };
+        assert_eq!(blocks(6, 2, 264), Ok((6, 132)));
+        assert_eq!(blocks(6, 2, 20), Ok((5, 10)));
+        assert_eq!(blocks(0, 2, 264), Err(NoStaying::NotConfigured));
+        assert_eq!(blocks(6, 2, 3), Err(NoStaying::NotConfigured));
+    }
 
     #[test]
     fn without_peer_access_the_executor_goes_through_host_memory() {

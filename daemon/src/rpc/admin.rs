@@ -28,6 +28,9 @@ use tonic::{Request, Response, Status};
 /// How long the supervisor waits for an executor's answer.
 const EXECUTOR_DEADLINE: Duration = Duration::from_millis(500);
 
+/// How long an executor waits for its GPUs to say how many calls the ranks have made; less than its supervisor waits.
+const COUNT_DEADLINE: Duration = Duration::from_millis(200);
+
 /// How many questions to all executors may be under way at once; more wait.
 const MAX_ROUNDS: usize = 4;
 
@@ -64,6 +67,8 @@ impl Admin for ExecutorAdmin {
         request: Request<GetStatsRequest>,
     ) -> Result<Response<GetStatsResponse>, Status> {
         self.check_name(&request.into_inner().communicator)?;
+        // What a GPU does not answer in time is as it was read last.
+        let _ = tokio::time::timeout(COUNT_DEADLINE, self.handle.count_calls()).await;
         let report = self
             .handle
             .stats()
@@ -190,6 +195,9 @@ fn stats_message(spec: &ExecutorSpec, report: StatsReport) -> CommunicatorStats 
                 lateness_us: quantiles(stats.lateness),
                 times_last: stats.times_last,
                 joined: stats.joined,
+                lane_calls: stats.lane_calls,
+                ring_calls: stats.rings.calls,
+                ring_calls_staged: stats.rings.staged,
             })
             .collect(),
         errors: report
@@ -205,6 +213,7 @@ fn stats_message(spec: &ExecutorSpec, report: StatsReport) -> CommunicatorStats 
         window_bytes: report.window_bytes,
         warnings: report.warnings,
         topology: report.topology,
+        lane_calls: report.lane_calls,
     }
 }
 

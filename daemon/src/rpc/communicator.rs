@@ -13,8 +13,8 @@ use allreduce_contract::v1::attach_request::Message as FromRank;
 use allreduce_contract::v1::attach_response::Message as ToRank;
 use allreduce_contract::v1::communicator_server::Communicator;
 use allreduce_contract::v1::{
-    AttachRequest, AttachResponse, Backend, CudaWindows, Hello, Joined, Lane, Mapped, Notice,
-    NoticeKind, Peer, Peers, Ready, Region, RegionKind, Shared,
+    AttachRequest, AttachResponse, Backend, CudaWindows, Heartbeat, Hello, Joined, Lane, Leave,
+    Mapped, Notice, NoticeKind, Peer, Peers, Ready, Region, RegionKind,
 };
 use std::pin::Pin;
 use std::sync::Arc;
@@ -131,7 +131,11 @@ impl Attachment {
                     Ok(Ok(Some(request))) => match request.message {
                         Some(FromRank::Heartbeat(heartbeat)) => {
                             deadline = Instant::now() + self.heartbeat_timeout;
-                            if !self.send(ToRank::Heartbeat(heartbeat)) {
+                            let Heartbeat { nonce, ring } = heartbeat;
+                            if let Some(counts) = ring {
+                                handle.rung(joined.session, joined.rank, counts).await;
+                            }
+                            if !self.send(ToRank::Heartbeat(Heartbeat { nonce, ring: None })) {
                                 return Gone::Silent;
                             }
                         }
@@ -139,15 +143,20 @@ impl Attachment {
                             let error = (!error.is_empty()).then(|| printable(&error));
                             handle.mapped(joined.session, error).await;
                         }
-                        Some(FromRank::Shared(Shared { error })) => {
-                            let error = (!error.is_empty()).then(|| printable(&error));
-                            handle.shared(joined.session, error).await;
+                        Some(FromRank::Shared(mut shared)) => {
+                            shared.error = printable(&shared.error);
+                            handle.shared(joined.session, shared).await;
                         }
                         Some(FromRank::GaveUp(mut gave_up)) => {
                             gave_up.reason = printable(&gave_up.reason);
                             handle.gave_up(joined.session, gave_up).await;
                         }
-                        Some(FromRank::Leave(_)) => return Gone::Left,
+                        Some(FromRank::Leave(Leave { ring })) => {
+                            if let Some(counts) = ring {
+                                handle.rung(joined.session, joined.rank, counts).await;
+                            }
+                            return Gone::Left;
+                        }
                         Some(FromRank::Hello(_)) | None => {
                             let bad = BadMessage("after Hello, only Heartbeat, Mapped, Shared, GaveUp and Leave may follow");
                             self.close(bad.to_status());

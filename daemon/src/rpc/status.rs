@@ -94,6 +94,8 @@ impl ToStatus for Refusal {
             | Refusal::NeedsMps { .. }
             | Refusal::NoPeerAccess { .. }
             | Refusal::NoResident
+            | Refusal::NoBlocksLeft { .. }
+            | Refusal::BlocksNotCounted
             | Refusal::NoSuchBackend { .. } => {
                 (Code::FailedPrecondition, detail(ErrorCode::Unsupported))
             }

@@ -94,6 +94,7 @@ pub(crate) fn serve(config: Config, private: Private) -> Result<(), ServeError> 
         Ok(())
     });
     runtime.shutdown_background();
+    crate::slots::remove_unused(&crate::listen::executor_dir(&config.listen.path));
     // Empty unless an executor of an earlier supervisor still lives there; before the lock goes, after
     // which another daemon may use it.
     let _ = std::fs::remove_dir(crate::listen::executor_dir(&config.listen.path));

@@ -176,6 +176,14 @@ inline void st_after_reads_u32(u64 a, u32 v) { st_release_u32(a, v); }
 inline u32 ld_before_end_u32(u64 a) { return ld_acquire_u32(a); }
 inline u32 abandon_add(u64 a) { return std::atomic_ref<u32>(*(u32*)a).fetch_add(1, std::memory_order_acq_rel); }
 inline u32 ld_finished_u32(u64 a) { return ld_acquire_u32(a); }
+inline u32 gate_cas_u32(u64 a, u32 expected, u32 v) {
+    std::atomic_ref<u32>(*(u32*)a).compare_exchange_strong(expected, v, std::memory_order_acq_rel);
+    return expected;
+}
+inline void st_rung_u32(u64 a, u32 v) { st_release_u32(a, v); }
+inline u32 ld_failed_u32(u64 a) { return ld_relaxed_u32(a); }
+inline void st_abandoned_u32(u64 a, u32 v) { std::atomic_ref<u32>(*(u32*)a).store(v, std::memory_order_relaxed); }
+inline void st_failed_u32(u64 a, u32 v) { std::atomic_ref<u32>(*(u32*)a).store(v, std::memory_order_relaxed); }
 // Sequentially consistent: what the fence between does on the GPU.
 inline void st_bell_u64(u64 a, u64 v) { std::atomic_ref<u64>(*(u64*)a).store(v); }
 inline u64 ld_bell_u64(u64 a) { return std::atomic_ref<u64>(*(u64*)a).load(); }

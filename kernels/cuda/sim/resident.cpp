@@ -1,7 +1,8 @@
 // Runs the resident kernel and the kernel that rings it on the CPU: blocks and threads of each launch, the ranks' streams
 // and the executor's watch are std::threads.
 //   resident [SECONDS until the watchdog]
-// Ranks pause between commands, so that the kernel parks, and is launched again, at every point of a call.
+// Ranks pause between commands, so that the kernel parks, and is launched again, at every point of a call. At last, two streams of
+// each rank ring at once, each behind a gate.
 #include <unistd.h>
 
 #include <cstdio>
@@ -11,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "../resident.cuh"
+#include "../gate.cuh"
 #include "reference.hpp"
 
 using namespace allreduced;
@@ -23,22 +24,27 @@ constexpr u64 SLOT_BYTES = 2048, PART_BYTES = 2048, ARENA_BYTES = 8192;
 std::atomic<int> failures{0};
 #define FAIL(...) (failures++, printf("FAIL " __VA_ARGS__), printf("\n"), fflush(stdout))
 
-// The kernel that rings, from its begin to its end.
-void run_ring(const RingLaunch& launch) {
+// A kernel of one warp, from its begin to its end.
+template <class F>
+void run_warp(F f) {
     sim::BlockState block(SERVICE_THREADS);
     std::vector<std::thread> threads;
     for (u32 t = 0; t < SERVICE_THREADS; t++)
         threads.emplace_back([&, t] {
             sim::self = {&block, t, 0, 0, 1, SERVICE_THREADS, 0};
-            allreduced::ring(launch);
+            f();
         });
     for (auto& t : threads) t.join();
+}
+void run_ring(const RingLaunch& launch) {
+    run_warp([&] { allreduced::ring(launch); });
 }
 
 struct Rank {
     std::vector<u8> window, arena;
     std::unique_ptr<Control> executor, own;
     std::unique_ptr<ResidentState> state;
+    Gate gate = {};
     u64 status = 0;
     u32 wake = 0;
 };
@@ -125,9 +131,15 @@ struct World {
             u32 wanted = 0;
             for (Rank& r : ranks) wanted = std::max(wanted, ld_acquire_u32((u64)&r.wake));
             if (wanted > launched) launches.push_back(start(++launched));
+            u64 status = 0;
+            for (Rank& r : ranks) status |= ld_relaxed_u64((u64)&r.status);
+            // The epoch is over.
+            if (status != 0)
+                for (Rank& r : ranks)
+                    if (ld_relaxed_u64((u64)window(r)) == 0) st_relaxed_u64((u64)window(r), status);
             usleep(50);
         }
-        for (Rank& r : ranks) std::atomic_ref<u32>(r.state->stop).store(launched);
+        for (Rank& r : ranks) std::atomic_ref<u32>(r.state->stop).store(STOP_ALL);
         for (auto& l : launches)
             for (auto& t : l->threads) t.join();
         printf("n=%u idle %llu us: %u launches\n", n, idle_ns / 1000, launched);
@@ -201,6 +213,72 @@ void refuse(u32 n) {
     watcher.join();
 }
 
+// Two streams of each rank, with graphs of several rings. `apart`: one after the other.
+u32 overlap(u32 n, bool apart, u32 seed) {
+    World w(n, 100000);
+    std::thread watcher([&] { w.watch(); });
+    std::atomic<u32> nans{0};
+    const auto stream = [&](u32 me, u32 which) {
+        Rank& r = w.ranks[me];
+        const u32 rings = 3 - which, elems = which ? 33 : 64, count = rings;
+        if (!apart) usleep(rand() % 800);
+        GateLaunch gate{};
+        gate.control = (u64)r.own.get();
+        gate.gate = (u64)&r.gate;
+        gate.calls = (u64)&count;
+        gate.ring_blocks = BLOCKS;
+        run_warp([&] { allreduced::gate(gate); });
+        for (u32 i = 0; i < rings; i++) {
+            std::vector<std::vector<u8>> inputs(n);
+            std::vector<const u8*> in;
+            for (u32 p = 0; p < n; p++) {
+                inputs[p].resize(elems * 4);
+                reference::fill(reference::Dtype::f32, inputs[p].data(), elems, seed * 100 + which * 10 + i * 40 + p, 12);
+                in.push_back(inputs[p].data());
+            }
+            const auto want = reference::reduce(reference::Dtype::f32, reference::Op::sum, in, elems);
+            const u64 src = which * 2048, dst = src + 1024;
+            memcpy(World::arena(r) + src, inputs[me].data(), elems * 4);
+            RingLaunch launch{};
+            launch.control = (u64)r.own.get();
+            launch.dst = (u64)World::arena(r) + dst;
+            const u32 words[COMMAND_WORDS] = {0, elems, (u32)src, 0, (u32)dst, 0};
+            memcpy(launch.command, words, sizeof words);
+            launch.blocks = BLOCKS;
+            run_ring(launch);
+            const u8* out = World::arena(r) + dst;
+            bool nan = true;
+            for (u32 e = 0; e < elems; e++) nan &= reference::get(reference::Dtype::f32, out, e) == 0x7fc00000u;
+            if (nan)
+                nans++;
+            else if (memcmp(out, want.data(), elems * 4) != 0)
+                FAIL("overlap n=%u rank %u stream %u ring %u: neither the sum nor NaN (status %llx)", n, me, which, i, r.status);
+        }
+    };
+    const auto all = [&](bool one, bool two) {
+        std::vector<std::thread> streams;
+        for (u32 r = 0; r < n; r++) {
+            if (one) streams.emplace_back([&, r] { stream(r, 0); });
+            if (two) streams.emplace_back([&, r] { stream(r, 1); });
+        }
+        for (auto& s : streams) s.join();
+    };
+    if (apart) {
+        all(true, false);
+        all(false, true);
+        all(true, false);
+    } else {
+        all(true, true);
+    }
+    w.over = true;
+    watcher.join();
+    u32 overlaps = 0, statuses = 0;
+    for (Rank& r : w.ranks) overlaps += r.status >> 60 == REASON_OVERLAP, statuses += r.status != 0;
+    if (nans && !statuses) FAIL("overlap n=%u: NaN, and no status says why", n);
+    if (apart && (nans || statuses)) FAIL("overlap n=%u: runs that are apart were refused (status %llx)", n, w.ranks[0].status);
+    return overlaps != 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -214,6 +292,13 @@ int main(int argc, char** argv) {
     for (u64 idle_ns : {20000ull, 200000ull, 1000000000ull})
         for (u32 n : {1u, 2u, 3u}) World(n, idle_ns).run(60);
     for (u32 n : {2u, 3u}) refuse(n);
+    u32 refused = 0;
+    for (u32 i = 0; i < 24 && failures < 5; i++) {
+        refused += overlap(1 + i % 3, false, i);
+        if (i % 4 == 0) overlap(1 + i % 3, true, i);
+    }
+    printf("at once: %u of 24 refused\n", refused);
+    if (refused == 0) FAIL("nothing overlapped");
     printf("resident: %s\n", failures ? "FAILED" : "passed");
     fflush(stdout);
     _exit(failures ? 1 : 0);

@@ -13,10 +13,12 @@ use crate::backend::cuda::test::gpus_of;
 use crate::backend::cuda::window::{GRANULE_BYTES, Window, allocate};
 use crate::communicator::GpuError;
 use crate::config::CudaConfig;
+use crate::slots::BlockSlots;
 use allreduce_contract::cuda::{CudaError, DeviceMemory, IPC_HANDLE_LEN};
 use allreduce_contract::kernel::{
-    CONTROL_BLOCK_BYTES, Instance, MAX_RING_BLOCKS, MAX_RING_BUFFERS, RING_ARENA,
-    RING_PARKED_OFFSET, Regions, ResidentState, RingBuffer, SIGNAL_BYTES,
+    CONTROL_BLOCK_BYTES, HEADERS_LEN_BYTES, HEADERS_OFFSET, Instance, MAX_RING_BLOCKS,
+    MAX_RING_BUFFERS, RING_ARENA, RING_PARKED_OFFSET, Regions, ResidentState, RingBuffer,
+    SIGNAL_BYTES, newest_calls,
 };
 use allreduce_contract::memory::SealedMemory;
 use allreduce_contract::v1::CudaMemory;
@@ -43,6 +45,8 @@ pub(crate) struct LaneWindow {
 pub(crate) struct EpochLane {
     /// By GPU, with lane `resident`. Before the windows: they end before those are freed.
     residents: Vec<Resident>,
+    /// The blocks that those have, which are free when they have ended.
+    _slots: Option<Arc<BlockSlots>>,
     /// In rank order.
     pub(crate) windows: Vec<LaneWindow>,
 }
@@ -50,6 +54,16 @@ pub(crate) struct EpochLane {
 impl EpochLane {
     pub(crate) fn residents(&self) -> &[Resident] {
         &self.residents
+    }
+
+    /// By rank: the number of its newest call in the epoch, modulo 2^32, by what its kernel has told its peers. Waits for the
+    /// side stream's copies and no kernel.
+    pub(crate) fn newest_calls(&self) -> Result<Vec<u32>, CudaError> {
+        // Every rank greets every window, so any will do.
+        let window = self.windows.first().map(LaneWindow::newest_calls);
+        let mut calls = window.transpose()?.unwrap_or_default();
+        calls.truncate(self.windows.len());
+        Ok(calls)
     }
 }
 
@@ -108,6 +122,16 @@ impl LaneWindow {
         (&self.kernels, self.kernels_len_bytes)
     }
 
+    /// By rank: the newest call that it has announced here.
+    fn newest_calls(&self) -> Result<Vec<u32>, CudaError> {
+        let mut headers = vec![0; HEADERS_LEN_BYTES];
+        let at = self.memory.start() + HEADERS_OFFSET;
+        // SYNC: header. Each word carries its number by itself; kernels may write them meanwhile.
+        // SAFETY: the headers are inside the window (abi.h, Signal).
+        unsafe { self.gpu.side_stream.download(at, &mut headers) }?;
+        Ok(newest_calls(&headers))
+    }
+
     /// Tells the rank's kernels, those that wait and those to come, that the epoch is over. Waits for nothing.
     pub(crate) fn abort(&self, abort: Abort) -> Result<(), CudaError> {
         // SYNC: abort.
@@ -128,6 +152,8 @@ pub(crate) struct LaneSpec {
     pub(crate) timeout: Duration,
     /// With lane `resident`.
     pub(crate) resident: Option<ResidentShape>,
+    /// With lane `resident`: the GPUs' blocks that the communicator has.
+    pub(crate) slots: Option<Arc<BlockSlots>>,
 }
 
 /// Makes what an epoch's lane has; `windows` are all ranks', in rank order. On the CUDA thread.
@@ -152,6 +178,7 @@ pub(crate) fn create(
     };
     Ok(EpochLane {
         residents,
+        _slots: spec.slots.clone(),
         windows: made,
     })
 }

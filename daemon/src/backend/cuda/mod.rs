@@ -33,13 +33,15 @@ use crate::backend::cuda::work::{Part, Site, Work};
 use crate::backend::jobs::JobThread;
 use crate::communicator::{ARENA, BufferError, GpuError, Launch, Place, RankLaunch};
 use crate::config::{CudaConfig, TopologyConfig};
-use crate::plan::default_island_size;
+use crate::plan::{NoStaying, ResidentBlocks, default_island_size};
+use crate::slots::{BlockSlots, Need, SlotsError};
 use crate::topology::Machine;
 use allreduce_contract::cuda::{CudaError, Driver, IPC_HANDLE_LEN, ImportedMemory};
 use allreduce_contract::kernel::{Instance, Regions};
 use allreduce_contract::window::{Abort, AbortReason};
 use allreduce_contract::{Rank, WorldSize};
 use std::collections::{HashMap, VecDeque};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -289,6 +291,11 @@ pub(crate) struct CudaBackend {
     ring_memories: HashMap<(u64, u64), u32>,
     /// By session: the windows of its epoch's lane, all of which the rank may have mapped.
     lanes_of: HashMap<u64, Arc<EpochLane>>,
+    /// Where blocks of kernels that stay are counted.
+    slots_dir: PathBuf,
+    /// Those that this communicator has, from the choice of lane `resident` until its ranks have left or have another lane.
+    /// The lanes' kernels share it, and may end later.
+    slots: Option<Arc<BlockSlots>>,
     epoch: Option<Epoch>,
     /// The one before, of which reductions may still be on the GPU.
     ended: Option<Epoch>,
@@ -313,6 +320,7 @@ impl CudaBackend {
         config: CudaConfig,
         topology: TopologyConfig,
         world_size: WorldSize,
+        slots_dir: PathBuf,
     ) -> std::io::Result<Self> {
         let devices = Devices {
             config: config.clone(),
@@ -329,6 +337,8 @@ impl CudaBackend {
             imports: HashMap::new(),
             ring_memories: HashMap::new(),
             lanes_of: HashMap::new(),
+            slots_dir,
+            slots: None,
             epoch: None,
             ended: None,
             lanes: Vec::new(),
@@ -367,6 +377,50 @@ impl CudaBackend {
             *lock(&busy) = None;
             done(result);
         });
+    }
+
+    /// As [`Self::submit`], for what neither frees nor unmaps: kernels that stay do not notice.
+    fn look<R>(
+        &self,
+        what: &'static str,
+        work: impl FnOnce() -> R + Send + 'static,
+        done: impl FnOnce(R) + Send + 'static,
+    ) {
+        let busy = Arc::clone(&self.busy);
+        self.thread.run(move |_| {
+            *lock(&busy) = Some((Instant::now(), what));
+            let result = work();
+            *lock(&busy) = None;
+            done(result);
+        });
+    }
+
+    /// Has the CUDA thread read how many calls each rank has begun in an epoch whose lane is still there, in rank order and
+    /// modulo 2^32. `done` is told none if that cannot be read. Whether there is a lane, and so an answer.
+    pub(crate) fn count_calls(
+        &self,
+        epoch: u64,
+        done: impl FnOnce(Option<Vec<u32>>) + Send + 'static,
+    ) -> bool {
+        let session = self
+            .epoch_of(epoch)
+            .and_then(|epoch| epoch.sessions.first());
+        let Some(lane) = session.and_then(|session| self.lanes_of.get(session)) else {
+            return false;
+        };
+        let lane = Arc::clone(lane);
+        self.look(
+            "counting the ranks' calls",
+            move || {
+                let calls = lane.newest_calls();
+                if let Err(error) = &calls {
+                    tracing::warn!(%error, "cannot read how many calls the ranks have made");
+                }
+                calls.ok()
+            },
+            done,
+        );
+        true
     }
 
     /// What the CUDA thread has been at for longer than the configured time, if it has.
@@ -420,6 +474,61 @@ impl CudaBackend {
     pub(crate) fn lane_window(&self, session: u64) -> Option<&LaneWindow> {
         let rank = self.windows.get(&session)?.rank;
         self.lanes_of.get(&session)?.windows.get(rank.as_usize())
+    }
+
+    /// Takes blocks of the GPUs for kernels that stay, for as many of `asked` as are free.
+    pub(crate) fn take_blocks(
+        &mut self,
+        sessions: &[u64],
+        asked: ResidentBlocks,
+    ) -> Result<ResidentBlocks, NoStaying> {
+        let windows: Vec<&Arc<Window>> = sessions
+            .iter()
+            .filter_map(|session| self.windows.get(session))
+            .collect();
+        let needs: Vec<Need> = test::gpus_of(windows.iter().copied())
+            .into_iter()
+            .map(|gpu| {
+                let here = windows.iter().filter(|of| Arc::ptr_eq(&of.gpu, gpu));
+                Need {
+                    gpu_uuid: gpu.device().uuid().to_owned(),
+                    ranks: u32::try_from(here.count()).unwrap_or(u32::MAX),
+                }
+            })
+            .collect();
+        let budget = self.config.resident_blocks_per_gpu.min(asked.room);
+        let slots = self
+            .slots
+            .get_or_insert_with(|| Arc::new(BlockSlots::new(self.slots_dir.clone())));
+        match slots.take(&needs, asked.blocks, budget) {
+            Ok(blocks) => Ok(ResidentBlocks { blocks, ..asked }),
+            Err(error) => {
+                tracing::warn!(%error, "no blocks for lane resident");
+                Err(match error {
+                    SlotsError::Full {
+                        budget,
+                        free,
+                        ranks,
+                        ..
+                    } => NoStaying::Full {
+                        budget,
+                        free,
+                        ranks,
+                    },
+                    SlotsError::Io { .. } => NoStaying::NotCounted,
+                })
+            }
+        }
+    }
+
+    /// The blocks that this communicator has taken.
+    pub(crate) fn slots(&self) -> Option<&Arc<BlockSlots>> {
+        self.slots.as_ref()
+    }
+
+    /// Gives the blocks back, once the kernels that have them have ended.
+    pub(crate) fn give_blocks_back(&mut self) {
+        self.slots = None;
     }
 
     /// How often somebody has to look: ranks that launch themselves fail without a word to this process.

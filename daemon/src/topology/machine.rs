@@ -226,7 +226,7 @@ impl Placed {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
     use super::*;
     use crate::topology::Fabric;
     use std::path::PathBuf;

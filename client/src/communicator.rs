@@ -517,6 +517,9 @@ impl Communicator {
 
     /// The next sequence number, once the executor takes it; or why no call can be made any more.
     pub(crate) async fn take_sequence(&self) -> Result<Ticket, AllReduceError> {
+        if let Some(ticket) = self.sequences.take_now() {
+            return Ok(ticket);
+        }
         let mut membership = self.attachment.membership.clone();
         tokio::select! {
             biased;

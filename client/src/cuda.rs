@@ -72,6 +72,9 @@ pub use allreduce_contract::cuda::{CudaError, Device, NotShareable, Unavailable}
 
 /// Most reductions that a communicator may have enqueued and not done.
 const MAX_QUEUED: u64 = 64;
+/// Reductions that are remembered before those that are done are forgotten: more than may be enqueued, so that a look
+/// at all of them is rare.
+const MAX_REMEMBERED: usize = 2 * MAX_QUEUED as usize;
 /// How long closing the arena waits for streams to get past it.
 const DRAIN_TIMEOUT: Duration = Duration::from_millis(1500);
 /// How long a call that waits for the GPU looks again and again; after that it sleeps in between.
@@ -261,6 +264,11 @@ impl Arena {
     }
 
     /// Makes a stream wait for a reduction that the executor has promised. Refused if the executor is gone.
+    ///
+    /// Only for a call that was answered well. Then every rank has made it, so what each had to write to its ready
+    /// flag is enqueued: no wait is ever ahead of a write that it needs, in whatever order the GPU takes up what this
+    /// process has enqueued (ranks may share a stream, and streams that know nothing of each other a hardware
+    /// queue). And a call that is refused leaves nothing behind on its stream that somebody had to let go.
     fn wait_for(
         &self,
         control: &Control,
@@ -282,10 +290,7 @@ impl Arena {
         // until the wait is over (`in_flight`, and `Arena::close`).
         unsafe { wait_flags(&entered, stream.raw(), [(flag, value)]) }
             .map_err(AllReduceError::NotOrdered)?;
-        pending
-            .in_flight
-            .retain(|earlier| control.settled(earlier.sequence).is_none());
-        pending.in_flight.push(in_flight);
+        pending.entered(in_flight, |sequence| control.settled(sequence).is_some());
         Ok(())
     }
 
@@ -609,6 +614,18 @@ struct Pending {
     gone: bool,
 }
 
+impl Pending {
+    /// A stream waits for one more. Those that are over are forgotten now and then: looking at each for every call
+    /// would cost more than room for some.
+    fn entered(&mut self, in_flight: InFlight, is_settled: impl Fn(u64) -> bool) {
+        if self.in_flight.len() >= MAX_REMEMBERED {
+            self.in_flight
+                .retain(|earlier| !is_settled(earlier.sequence));
+        }
+        self.in_flight.push(in_flight);
+    }
+}
+
 /// A reduction that the executor has enqueued, and that a stream of the worker waits for.
 #[derive(Debug, Clone, Copy)]
 struct InFlight {
@@ -872,13 +889,6 @@ impl Communicator {
             // SAFETY: the caller's.
             return unsafe { self.launch_on(stream, tensors, &options).await };
         }
-        {
-            let entered = gpu.context.enter().map_err(AllReduceError::Cuda)?;
-            // SAFETY: the caller promises a live stream of this context, or null.
-            if unsafe { is_capturing(&entered, stream.raw()) }.map_err(AllReduceError::Cuda)? {
-                return Err(AllReduceError::Capturing);
-            }
-        }
         let dst_start = dst;
         let [src, dst] = {
             let len_bytes = num_elems.saturating_mul(dtype.size_bytes() as u64);
@@ -894,19 +904,11 @@ impl Communicator {
 
         let mut streams = gpu.streams.lock().await;
         let control = &self.window.control;
-        let place = streams
-            .place(stream.key(), |sequence| control.settled(sequence).is_some())
-            .ok_or(AllReduceError::TooManyStreams)?;
         self.queue_has_room(timeout).await?;
-        let (value, must_write) = streams.next(place);
         // Before the number is taken: if it fails, or nothing comes of the call, no number is used up, and
         // nobody waits for the value.
         let arena = arena(&self.window).ok_or(AllReduceError::WrongBackend(Backend::Host))?;
-        let idle =
-            announce(arena, (place, value), stream, must_write).map_err(AllReduceError::Cuda)?;
-        if !idle {
-            streams.wrote(place, value);
-        }
+        let Announced { place, value, idle } = announce(arena, control, &mut streams, stream)?;
         let ticket = self.take_sequence().await?;
         // Nothing is awaited from here until the call is on its way.
         let sequence = ticket.sequence();
@@ -925,6 +927,7 @@ impl Communicator {
         };
         let call = self.send(ticket, request, timeout, ());
         drop(streams);
+        // The wait is not enqueued meanwhile: `wait_for` says why.
         let response = match call.await {
             Ok(((), answer)) => answer?,
             Err(error) => return Err(cut_off(&error)),
@@ -936,7 +939,11 @@ impl Communicator {
             dst: dst_start,
             len_bytes: num_elems.saturating_mul(dtype.size_bytes() as u64),
         };
-        arena.wait_for(control, in_flight, stream)?;
+        // Where the GPU was quicker than the answer, that driver call is saved: all that the stream enqueues from here
+        // on sees the result.
+        if !control.is_through(place, value) {
+            arena.wait_for(control, in_flight, stream)?;
+        }
         reduction(&response)
     }
 
@@ -987,8 +994,12 @@ impl Communicator {
     /// Waits until the GPU is done with all but [`MAX_QUEUED`] of the reductions called.
     async fn queue_has_room(&self, timeout: Duration) -> Result<(), AllReduceError> {
         let oldest = (self.sequences.last() + 1).saturating_sub(MAX_QUEUED);
+        let has_room = || oldest == 0 || self.window.control.settled(oldest).is_some();
+        if has_room() {
+            return Ok(());
+        }
         let started = Instant::now();
-        while oldest > 0 && self.window.control.settled(oldest).is_none() {
+        while !has_room() {
             self.check()?;
             let waited = started.elapsed();
             if waited >= timeout {
@@ -1050,29 +1061,47 @@ fn check_tensors(tensors: &Tensors) -> Result<(), AllReduceError> {
     Ok(())
 }
 
-/// Has the stream write its ready flag; an idle stream has nothing to wait for, and need not, unless `must_write`.
-/// Answers whether it did without.
+/// A call that its stream has announced, or need not.
+struct Announced {
+    /// Of the stream's flags.
+    place: u32,
+    value: u32,
+    /// The stream was idle, and writes nothing.
+    idle: bool,
+}
+
+/// Has the stream write its ready flag; an idle stream has nothing to wait for, and need not, unless it has not for
+/// too long. A stream that is captured is refused first. All of it is one stay in the context: each costs.
 fn announce(
     arena: &Arena,
-    (place, value): (u32, u32),
+    control: &Control,
+    streams: &mut Streams,
     stream: StreamHandle,
-    must_write: bool,
-) -> Result<bool, CudaError> {
+) -> Result<Announced, AllReduceError> {
     // Asking an idle stream is one of the calls that another thread's capture would not survive.
-    let _relaxed = Relaxed::begin()?;
-    let entered = arena.context.enter()?;
-    let flag = arena.flags_start() + ready_flag(place);
-    // SAFETY: all_reduce_on's caller promises a live stream of this context, or null, that is not captured; the
-    // flag stays mapped until the write is done (`written`, and `Arena::close`).
-    unsafe {
-        if !must_write && is_idle(&entered, stream.raw())? {
-            return Ok(true);
-        }
-        locked(&arena.pending).written.insert(place, value);
-        // SYNC: ready flag. What the stream has written to the source before is visible to the executor's.
-        write_flags(&entered, stream.raw(), [(flag, value)])?;
+    let _relaxed = Relaxed::begin().map_err(AllReduceError::Cuda)?;
+    let entered = arena.context.enter().map_err(AllReduceError::Cuda)?;
+    // SAFETY: all_reduce_on's caller promises a live stream of this context, or null.
+    if unsafe { is_capturing(&entered, stream.raw()) }.map_err(AllReduceError::Cuda)? {
+        return Err(AllReduceError::Capturing);
     }
-    Ok(false)
+    let place = streams
+        .place(stream.key(), |sequence| control.settled(sequence).is_some())
+        .ok_or(AllReduceError::TooManyStreams)?;
+    let (value, must_write) = streams.next(place);
+    // SAFETY: as above, and it is not captured.
+    let idle =
+        !must_write && unsafe { is_idle(&entered, stream.raw()) }.map_err(AllReduceError::Cuda)?;
+    if !idle {
+        locked(&arena.pending).written.insert(place, value);
+        let flag = arena.flags_start() + ready_flag(place);
+        // SYNC: ready flag. What the stream has written to the source before is visible to the executor's.
+        // SAFETY: as above; the flag stays mapped until the write is done (`written`, and `Arena::close`).
+        unsafe { write_flags(&entered, stream.raw(), [(flag, value)]) }
+            .map_err(AllReduceError::Cuda)?;
+        streams.wrote(place, value);
+    }
+    Ok(Announced { place, value, idle })
 }
 
 /// A buffer that has no id yet.
@@ -1229,6 +1258,29 @@ mod tests {
         // Whoever gets them goes on from where they stood: flags never go back.
         assert_eq!(streams.place(11, settled), Some(one));
         assert_eq!(streams.next(one).0, 3);
+    }
+
+    #[test]
+    fn reductions_are_forgotten_when_they_are_done_and_not_before() {
+        let mut pending = Pending::default();
+        let in_flight = |sequence| InFlight {
+            sequence,
+            place: 0,
+            value: sequence as u32,
+            dst: 0,
+            len_bytes: 0,
+        };
+        let mut done = 0;
+        for sequence in 1..=10 * MAX_REMEMBERED as u64 {
+            // As many as may be enqueued are not done.
+            done = sequence.saturating_sub(MAX_QUEUED);
+            pending.entered(in_flight(sequence), |one| one <= done);
+            let kept: Vec<u64> = pending.in_flight.iter().map(|one| one.sequence).collect();
+            let first = *kept.first().unwrap();
+            assert!(first <= done + 1 && kept.len() <= MAX_REMEMBERED + 1);
+            assert!(kept.iter().copied().eq(first..=sequence), "none is missing");
+        }
+        assert!(done > 0);
     }
 
     #[test]

@@ -2,10 +2,12 @@
 
 use crate::cuda::{Gate, begin_capture, end_capture};
 use crate::harness::bits::expected;
-use crate::harness::daemon;
-use crate::rank::{gpus, join_all, on_each, reduce_well};
+use crate::harness::raw::block_on;
+use crate::harness::{SOON, daemon};
+use crate::rank::{AsyncRank, gpu_of, gpus, join_all, on_each, options, reduce_well};
 use allreduce_client::cuda::DeviceBuffer;
 use allreduce_client::{Algorithm, AllReduceError, AllReduceOptions, Dtype, Op};
+use std::time::Duration;
 
 const KIND: (Dtype, Op) = (Dtype::F32, Op::Sum);
 
@@ -42,6 +44,128 @@ fn a_reduction_waits_for_its_streams() {
             assert!(result == sum, "round {round} rank {number}: a wrong sum");
         });
     }
+}
+
+/// While a call waits for another rank, its stream goes on with what is enqueued there meanwhile. Broken by a wait for
+/// the result that is enqueued before every rank has called.
+#[test]
+fn a_stream_goes_on_while_its_call_waits_for_a_rank() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let joined = join_all(daemon.socket(), "goes-on", 2, &devices);
+    let (tensors, sum) = expected(KIND.0, KIND.1, 251, 80, 2);
+    for (rank, own) in joined.iter().zip(&tensors) {
+        rank.upload(rank.stream(), rank.scratch.ptr(), own);
+    }
+    let [first, second] = joined.as_slice() else {
+        panic!("two ranks");
+    };
+    std::thread::scope(|scope| {
+        let calling = scope.spawn(|| {
+            let at = first.scratch.ptr();
+            let options = AllReduceOptions::default();
+            first.call(first.stream(), [at, at], 251, KIND, options)
+        });
+        // It is on its way by then; were it not, less would be tested.
+        std::thread::sleep(Duration::from_millis(200));
+        first.fill(first.stream(), first.scratch.ptr() + 8192, 0x22, 64);
+        first.stream().synchronize().unwrap();
+        assert!(!calling.is_finished(), "rank 1 has not called");
+        let at = second.scratch.ptr();
+        let options = AllReduceOptions::default();
+        second
+            .call(second.stream(), [at, at], 251, KIND, options)
+            .unwrap();
+        calling.join().unwrap().unwrap();
+    });
+    for rank in &joined {
+        assert!(rank.download(rank.stream(), rank.scratch.ptr(), sum.len()) == sum);
+        rank.communicator.check().unwrap();
+    }
+}
+
+/// Ranks of one process may use one stream: what each writes to its ready flag comes before any wait. Broken as above.
+#[test]
+fn ranks_may_share_a_stream() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let joined = join_all(daemon.socket(), "shared", 2, &devices[..1]);
+    let stream = joined[0].stream();
+    for round in 0..20 {
+        let (tensors, sum) = expected(KIND.0, KIND.1, 251, 90 + round, 2);
+        on_each(&joined, |rank| {
+            let at = rank.scratch.ptr();
+            rank.upload(stream, at, &tensors[rank.communicator.rank() as usize]);
+            let options = AllReduceOptions::default();
+            rank.call(stream, [at, at], 251, KIND, options).unwrap();
+            let result = rank.download(stream, at, sum.len());
+            assert!(result == sum, "round {round}: a wrong sum");
+            rank.communicator.check().unwrap();
+        });
+    }
+}
+
+/// A call that fails because a rank does not call leaves its stream alone: it is not held up, and nothing is written.
+#[test]
+fn a_call_that_times_out_leaves_its_stream_alone() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let joined = join_all(daemon.socket(), "times-out", 2, &devices);
+    reduce_well(&joined);
+    let rank = &joined[0];
+    let (at, stream) = (rank.scratch.ptr(), rank.stream());
+    rank.fill(stream, at, 0x11, 64);
+    let options = AllReduceOptions::default().timeout(Duration::from_millis(300));
+    match rank.call(stream, [at, at], 16, KIND, options) {
+        Err(AllReduceError::Timeout { missing_ranks, .. }) => assert_eq!(missing_ranks, [1]),
+        other => panic!("{other:?}"),
+    }
+    assert!(rank.download(stream, at, 64) == [0x11; 64]);
+}
+
+/// The future of a call is dropped when the call is on its way: the reduction is done all the same, the stream does not
+/// wait for it, and the next one is right.
+#[test]
+fn a_call_that_is_given_up_holds_up_nobody() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let (tensors, sum) = expected(KIND.0, KIND.1, 251, 120, 2);
+    block_on(async {
+        let join = async |rank| {
+            let device = gpu_of(&devices, rank);
+            let options = options("given-up", rank, 2, device);
+            AsyncRank::join(daemon.socket(), options, device).await
+        };
+        let (first, second) = tokio::join!(join(0), join(1));
+        for _ in 0..3 {
+            first.upload(&tensors[0]);
+            second.upload(&tensors[1]);
+            let limit = Duration::from_millis(200);
+            let given_up = tokio::time::timeout(limit, first.call(251, KIND)).await;
+            assert!(given_up.is_err(), "rank 1 has not called: {given_up:?}");
+            first.stream.synchronize().unwrap();
+            second.call(251, KIND).await.unwrap();
+            first.communicator.wait_settled(SOON).unwrap();
+            assert!(first.download(sum.len()) == sum);
+            assert!(second.download(sum.len()) == sum);
+
+            first.upload(&tensors[0]);
+            second.upload(&tensors[1]);
+            let both = tokio::join!(first.call(251, KIND), second.call(251, KIND));
+            both.0.and(both.1).unwrap();
+            assert!(first.download(sum.len()) == sum);
+            assert!(second.download(sum.len()) == sum);
+            first.communicator.check().unwrap();
+        }
+    });
 }
 
 /// Two communicators share the GPU, each with its own executor; neither gets the other's data.

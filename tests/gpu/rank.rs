@@ -188,6 +188,59 @@ impl Rank {
     }
 }
 
+/// A rank of the async client, whose calls can be given up.
+pub struct AsyncRank {
+    // Dropped before the stream: it leaves.
+    pub communicator: allreduce_client::Communicator,
+    /// In the arena.
+    scratch: DeviceBuffer,
+    pub stream: Stream,
+}
+
+impl AsyncRank {
+    pub async fn join(socket: &Path, options: JoinOptions, device: &Device) -> Self {
+        let client = allreduce_client::Client::connect(socket).await.unwrap();
+        let communicator = client.join(options).await.unwrap();
+        let context = Context::retain(device.clone()).unwrap();
+        Self {
+            scratch: communicator.allocate_device(SCRATCH_BYTES).await.unwrap(),
+            communicator,
+            stream: Stream::create(&context).unwrap(),
+        }
+    }
+
+    /// Writes the tensor in the order of the stream.
+    pub fn upload(&self, bytes: &[u8]) {
+        // SAFETY: the scratch buffer is this rank's, alive, and longer; the tests use it on this stream only, or when
+        // nothing is under way.
+        unsafe { self.stream.upload(self.scratch.ptr(), bytes) }.unwrap();
+    }
+
+    /// Reads the tensor behind everything on the stream.
+    pub fn download(&self, len_bytes: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len_bytes];
+        // SAFETY: as in upload.
+        unsafe { self.stream.download(self.scratch.ptr(), &mut bytes) }.unwrap();
+        bytes
+    }
+
+    /// Calls all_reduce_on, in place.
+    pub async fn call(
+        &self,
+        num_elems: usize,
+        (dtype, op): (Dtype, Op),
+    ) -> Result<Reduction, AllReduceError> {
+        let handle = StreamHandle::from_raw(self.stream.raw().cast());
+        let (at, options) = (self.scratch.ptr(), AllReduceOptions::default());
+        // SAFETY: the stream is of the device's primary context and borrowed for the call; the tensor as in upload.
+        unsafe {
+            self.communicator
+                .all_reduce_on(handle, at, at, num_elems, dtype, op, options)
+        }
+        .await
+    }
+}
+
 /// Joins every rank, each from a thread of its own; in rank order.
 pub fn join_all(socket: &Path, name: &str, world_size: u32, devices: &[Device]) -> Vec<Rank> {
     harness::ranks(world_size, |rank| {

@@ -1,5 +1,7 @@
 //! Calls that are refused: every rank gets the same typed error, and the epoch goes on.
 
+use crate::cuda::Gate;
+use crate::harness::bits::expected;
 use crate::harness::daemon;
 use crate::harness::raw::{NO_HEARTBEATS, block_on, refused};
 use crate::rank::{Rank, gpu_of, gpus, join_all, on_each, reduce_well};
@@ -7,6 +9,7 @@ use crate::raw::RawGpu;
 use allreduce_client::{Algorithm, AllReduceError, AllReduceOptions, Dtype, Op, Refused};
 use allreduce_contract::cuda::Context;
 use allreduce_contract::v1::ErrorCode;
+use std::sync::Barrier;
 use tonic::Code;
 
 /// What a rank asks for.
@@ -108,6 +111,57 @@ fn ranks_that_disagree_are_all_told() {
         "{ranged:?}"
     );
     reduce_well(&joined);
+    assert!(joined.iter().all(|rank| rank.communicator.epoch() == 1));
+}
+
+/// A call is refused while the one before is held up by another rank's stream: that one's stream is not let go early,
+/// the destination is untouched, and the next call is right. Broken by whoever lets go a stream by a value that is not
+/// its turn.
+#[test]
+fn a_refused_call_between_good_ones_lets_nothing_go_early() {
+    let Some((_watchdog, devices)) = gpus() else {
+        return;
+    };
+    let daemon = daemon(&[]);
+    let joined = join_all(daemon.socket(), "between", 2, &devices);
+    let kind = (Dtype::F32, Op::Sum);
+    for round in 0..5 {
+        let (tensors, sum) = expected(kind.0, kind.1, 251, 100 + round, 2);
+        let all_called = Barrier::new(2);
+        on_each(&joined, |rank| {
+            let number = rank.communicator.rank() as usize;
+            let stream = rank.stream();
+            let [first, refused, second, own] =
+                [0, 8192, 16384, 24576].map(|offset| rank.scratch.ptr() + offset);
+            rank.upload(stream, own, &tensors[number]);
+            rank.fill(stream, refused, 0x11, sum.len());
+            stream.synchronize().unwrap();
+            let gate = (number == 1).then(|| Gate::close(stream));
+            let call = |at, num_elems| {
+                let options = AllReduceOptions::default();
+                rank.call(stream, [at, at], num_elems, kind, options)
+            };
+            rank.copy(stream, first, own, sum.len());
+            call(first, 251).unwrap();
+            match call(refused, 8 + number) {
+                Err(AllReduceError::Mismatch(_)) => {}
+                other => panic!("{other:?}"),
+            }
+            rank.copy(stream, second, own, sum.len());
+            call(second, 251).unwrap();
+            // Of rank 0 too, which waits for rank 1's.
+            assert!(!stream.is_idle().unwrap(), "the gate holds both up");
+            all_called.wait();
+            drop(gate);
+            for at in [first, second] {
+                let result = rank.download(stream, at, sum.len());
+                assert!(result == sum, "round {round} rank {number}: a wrong sum");
+            }
+            let untouched = rank.download(stream, refused, sum.len());
+            assert!(untouched.iter().all(|byte| *byte == 0x11));
+            rank.communicator.check().unwrap();
+        });
+    }
     assert!(joined.iter().all(|rank| rank.communicator.epoch() == 1));
 }
 

@@ -643,7 +643,7 @@ pub(crate) fn ms(ms: u32) -> Duration {
 }
 
 fn read(path: &Path) -> Result<String, ConfigError> {
-    std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable {
+    crate::files::read_text(path).map_err(|source| ConfigError::Unreadable {
         path: path.to_owned(),
         source,
     })

@@ -13,6 +13,7 @@ mod demo;
 mod device;
 mod executor;
 mod explain;
+mod files;
 mod health;
 mod lines;
 mod listen;

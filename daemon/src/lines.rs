@@ -31,7 +31,8 @@ impl Lines {
     pub(crate) fn new(text: &str) -> Result<Self, toml::de::Error> {
         let table = toml::de::DeTable::parse(text)?;
         let mut places = BTreeMap::new();
-        collect(table.get_ref(), "", text, &mut places);
+        let newlines: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
+        collect(table.get_ref(), "", &newlines, &mut places);
         Ok(Self { places })
     }
 
@@ -75,7 +76,7 @@ impl Lines {
 fn collect(
     table: &toml::de::DeTable<'_>,
     prefix: &str,
-    text: &str,
+    newlines: &[usize],
     places: &mut BTreeMap<String, Place>,
 ) {
     for (key, value) in table {
@@ -83,7 +84,7 @@ fn collect(
             "" => key.get_ref().to_string(),
             _ => format!("{prefix}.{}", key.get_ref()),
         };
-        add(&dotted, key.span().start, value, text, places);
+        add(&dotted, key.span().start, value, newlines, places);
     }
 }
 
@@ -91,14 +92,14 @@ fn add(
     key: &str,
     start: usize,
     value: &toml::Spanned<toml::de::DeValue<'_>>,
-    text: &str,
+    newlines: &[usize],
     places: &mut BTreeMap<String, Place>,
 ) {
     use toml::de::DeValue;
     let end = value.span().end.max(start + 1);
     let place = Place {
         range: start..end,
-        line: line_of(text, start),
+        line: newlines.partition_point(|at| *at < start) + 1,
         is_table: matches!(value.get_ref(), DeValue::Table(_)),
         text: match value.get_ref() {
             DeValue::String(text) => Some(text.to_string()),
@@ -107,11 +108,11 @@ fn add(
     };
     places.insert(key.to_owned(), place);
     match value.get_ref() {
-        DeValue::Table(inner) => collect(inner, key, text, places),
+        DeValue::Table(inner) => collect(inner, key, newlines, places),
         DeValue::Array(elements) => {
             for (index, element) in elements.iter().enumerate() {
                 let key = format!("{key}[{index}]");
-                add(&key, element.span().start, element, text, places);
+                add(&key, element.span().start, element, newlines, places);
             }
         }
         _ => {}

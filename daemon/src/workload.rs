@@ -166,7 +166,7 @@ impl Workload {
             return Self::parse(name, text);
         }
         let path = PathBuf::from(name);
-        let text = std::fs::read_to_string(&path).map_err(|source| WorkloadError::Unknown {
+        let text = crate::files::read_text(&path).map_err(|source| WorkloadError::Unknown {
             name: name.to_owned(),
             known: SHIPPED.map(|(known, _)| known).join(", "),
             source,

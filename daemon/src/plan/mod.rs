@@ -247,7 +247,9 @@ impl Basis {
             Basis::Asked => "asked for",
             Basis::Only => "the lane has no other",
             Basis::Tuned => "measured fastest on this machine",
-            Basis::Shipped => "measured fastest on such a machine (docs/benchmarks.md)",
+            Basis::Shipped => {
+                "by the table that is shipped: measured on one H200, or on two cores for backend host (docs/benchmarks.md)"
+            }
             Basis::Model => "predicted fastest by the cost model",
         }
     }
@@ -483,8 +485,14 @@ pub(crate) fn plan(request: PlanRequest<'_>) -> Result<Plan, Refusal> {
                 shape: Shape::Host { threads: 1 },
                 basis: match (algorithm, request.costs) {
                     (Some(_), _) => Basis::Asked,
-                    (None, Some(costs)) if costs.tuned(lane, dtype).is_some() => Basis::Tuned,
-                    (None, Some(_) | None) => Basis::Shipped,
+                    (None, costs) => {
+                        let chosen = request.geometry.algorithm(len_bytes, None).ok();
+                        let tuned = costs.and_then(|costs| costs.tuned(lane, dtype));
+                        match tuned.and_then(|tuned| tuned.choice(len_bytes)) {
+                            Some(tuned) if Some(tuned) == chosen => Basis::Tuned,
+                            Some(_) | None => Basis::Shipped,
+                        }
+                    }
                 },
             }),
         },
@@ -702,6 +710,11 @@ fn launched(
     };
     let ranks = limits.ranks_per_gpu.max(1);
     let most_blocks = (limits.resident_blocks / ranks / calls_at_once).min(MAX_BLOCKS);
+    let most_blocks = match lane {
+        Lane::Rpc => most_blocks,
+        // Room for the gates of graphs, and for what else the ranks' streams do.
+        Lane::Delegated | Lane::Resident => most_blocks - most_blocks / 16,
+    };
     if most_blocks == 0 {
         return Err(Refusal::TooFewBlocks {
             resident_blocks: limits.resident_blocks,

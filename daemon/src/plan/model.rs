@@ -305,10 +305,7 @@ fn narrowest(topology: &Topology, placement: &[usize], phase: &Phase, ports: Por
         let gbps = match ports {
             Ports::AsShared => topology.capacity_gbps(*link, *access, peers.len()),
             // The better of both: a floor is for whichever way of moving.
-            Ports::AsAlone => topology
-                .links()
-                .get(*link)
-                .map_or(f64::INFINITY, |link| link.gbps),
+            Ports::AsAlone => topology.best_gbps(*link, *access, peers.len()),
         };
         worst = worst.max(bytes * us_per_byte(gbps));
     }

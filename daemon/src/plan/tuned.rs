@@ -4,8 +4,9 @@
 //! on one GPU. A table is of one machine: it holds only where the topology's fingerprint is the one it was measured on.
 //! Refuses to measure.
 
-use allreduce_contract::{Algorithm, Dtype, Lane, WorldSize};
+use allreduce_contract::{Algorithm, Backend, Dtype, Lane, UnknownName, WorldSize};
 use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
 use std::path::Path;
 
 /// Version of the table's format.
@@ -159,7 +160,7 @@ impl TunedTable {
     /// [`TunedError`].
     pub(crate) fn read(path: &Path) -> Result<Self, TunedError> {
         let name = || path.display().to_string();
-        let text = std::fs::read_to_string(path).map_err(|error| TunedError::Read {
+        let text = crate::files::read_text(path).map_err(|error| TunedError::Read {
             path: name(),
             error,
         })?;
@@ -174,15 +175,12 @@ impl TunedTable {
                 table.schema_version
             )));
         }
+        let mut kinds = HashSet::new();
         for set in &table.sets {
-            set.thresholds().map_err(bad)?;
-            set.lane
-                .parse::<Lane>()
-                .map_err(|error| bad(error.to_string()))?;
-            set.dtype
-                .parse::<Dtype>()
-                .map_err(|error| bad(error.to_string()))?;
-            WorldSize::new(set.world_size).map_err(|error| bad(error.to_string()))?;
+            let kind = set.check().map_err(|why| bad(format!("set of {}: {why}", set.words())))?;
+            if !kinds.insert(kind) {
+                return Err(bad(format!("set of {}: it is there twice", set.words())));
+            }
         }
         Ok(table)
     }
@@ -208,7 +206,66 @@ impl TunedTable {
     }
 }
 
+/// What there is one set for: world size, GPUs, lane, bytes of an element.
+type Kind = (u32, u32, Lane, usize);
+
 impl TunedSet {
+    fn words(&self) -> String {
+        let Self {
+            world_size,
+            gpus,
+            lane,
+            dtype,
+            ..
+        } = self;
+        format!("{world_size} ranks on {gpus} GPUs, lane {lane}, {dtype}")
+    }
+
+    /// Whether it can be obeyed as it stands.
+    fn check(&self) -> Result<Kind, String> {
+        let unknown = |error: UnknownName| error.to_string();
+        let lane: Lane = self.lane.parse().map_err(unknown)?;
+        let dtype: Dtype = self.dtype.parse().map_err(unknown)?;
+        WorldSize::new(self.world_size).map_err(|error| error.to_string())?;
+        let backend = match self.gpus {
+            0 => Backend::Host,
+            _ => Backend::Cuda,
+        };
+        let choices = self.choices()?;
+        let pairs = || choices.iter().zip(choices.iter().skip(1));
+        if let Some(((size, _), _)) = pairs().find(|((one, _), (other, _))| one >= other) {
+            return Err(format!("up_to_bytes does not ascend after {size}"));
+        }
+        let strange = choices.iter().find(|(_, algorithm)| !is_of(backend, lane, *algorithm));
+        if let Some((_, algorithm)) = strange {
+            return Err(format!("{algorithm} is none of lane {lane} of backend {backend}"));
+        }
+        let is_of_geometry = backend == Backend::Host && lane == Lane::Delegated;
+        let goes_back = |((_, one), (_, other)): (&(u64, Algorithm), &(u64, Algorithm))| {
+            *one == Algorithm::TwoShot && *other == Algorithm::OneShot
+        };
+        if is_of_geometry && pairs().any(goes_back) {
+            return Err("lane delegated of the host has one_shot up to one size, two_shot beyond".to_owned());
+        }
+        for row in &self.rows {
+            row.algorithm.parse::<Algorithm>().map_err(unknown)?;
+            let is_time = row.us.is_finite() && row.us > 0.0;
+            if !is_time || !row.spread_us.is_finite() || row.spread_us < 0.0 {
+                return Err(format!("{} us of {} are no time", row.us, row.algorithm));
+            }
+        }
+        Ok((self.world_size, self.gpus, lane, dtype.size_bytes()))
+    }
+
+    fn choices(&self) -> Result<Vec<(u64, Algorithm)>, String> {
+        let choice = |choice: &TunedChoice| {
+            let algorithm = choice.algorithm.parse();
+            let algorithm = algorithm.map_err(|error: UnknownName| error.to_string())?;
+            Ok((choice.up_to_bytes, algorithm))
+        };
+        self.choices.iter().map(choice).collect()
+    }
+
     /// What an algorithm took: between two sizes that were measured, by the straight line between them; beyond them, unknown.
     pub(crate) fn measured_us(&self, algorithm: Algorithm, len_bytes: u64) -> Option<f64> {
         let rows = || {
@@ -235,14 +292,23 @@ impl TunedSet {
     /// # Errors
     /// The name that is none.
     pub(crate) fn thresholds(&self) -> Result<Thresholds, String> {
-        let choices = self.choices.iter().map(|choice| {
-            let algorithm: Algorithm = choice
-                .algorithm
-                .parse()
-                .map_err(|error: allreduce_contract::UnknownName| error.to_string())?;
-            Ok((choice.up_to_bytes, algorithm))
-        });
-        Ok(Thresholds::new(choices.collect::<Result<_, String>>()?))
+        Ok(Thresholds::new(self.choices()?))
+    }
+}
+
+/// Whether a lane can have an algorithm, so that a table may name it.
+fn is_of(backend: Backend, lane: Lane, algorithm: Algorithm) -> bool {
+    let of_host: &[Algorithm] = match lane {
+        Lane::Rpc => &[Algorithm::OneShot, Algorithm::OneShotChunked],
+        Lane::Resident => &[Algorithm::OneShot],
+        Lane::Delegated => &[Algorithm::OneShot, Algorithm::TwoShot],
+    };
+    let is_the_executors = algorithm == Algorithm::HostStaged || algorithm == Algorithm::CopyEngineRing;
+    match (backend, lane) {
+        (Backend::Host, _) => of_host.contains(&algorithm),
+        (Backend::Cuda, Lane::Rpc) => algorithm.backend() == backend,
+        (Backend::Cuda, Lane::Delegated) => algorithm.backend() == backend && !is_the_executors,
+        (Backend::Cuda, Lane::Resident) => algorithm == Algorithm::OneShotPullInband,
     }
 }
 
@@ -315,6 +381,11 @@ mod tests {
             ("world_size = 8", "world_size = 99"),
             ("schema_version = 1", "schema_version = 2"),
             ("measured", "guessed"),
+            // The executor's, and the host's.
+            ("algorithm = \"two_shot_push\"", "algorithm = \"host_staged\""),
+            ("algorithm = \"two_shot_push\"", "algorithm = \"two_shot\""),
+            ("us = 3.5", "us = nan"),
+            ("us = 3.5", "us = -1.0"),
         ] {
             assert!(text.contains(from));
             std::fs::write(&path, text.replace(from, to)).unwrap();

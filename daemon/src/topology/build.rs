@@ -19,10 +19,10 @@ struct Node {
 
 fn positive(key: &str, value: Option<f64>) -> Result<(), TopologyError> {
     match value {
-        Some(value) if !(value.is_finite() && value > 0.0) => Err(TopologyError::BadNumber {
+        Some(value) if !(1e-6..=1e9).contains(&value) => Err(TopologyError::BadNumber {
             key: key.to_owned(),
             value,
-            wanted: "a number above 0",
+            wanted: "a number from 0.000001 to 1000000000",
         }),
         Some(_) | None => Ok(()),
     }

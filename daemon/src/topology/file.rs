@@ -5,12 +5,10 @@
 
 use super::{Description, MAX_GPUS, SCHEMA_VERSION, Topology, TopologyError};
 use crate::config::Problem;
+use crate::files;
 use crate::lines::{Lines, line_of};
 use std::fmt;
 use std::path::{Path, PathBuf};
-
-/// Longest file that is read: 16 GPUs, all measured, take a hundredth of it.
-const MAX_LEN_BYTES: u64 = 1 << 20;
 
 /// A topology file cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -62,19 +60,7 @@ impl Topology {
             path: path.to_owned(),
             source,
         };
-        let found = std::fs::metadata(path).map_err(unreadable)?;
-        let refused = match (found.is_file(), found.len()) {
-            // A pipe or a device may never end.
-            (false, _) => Some("is no regular file".to_owned()),
-            (true, len_bytes) if len_bytes > MAX_LEN_BYTES => {
-                Some(format!("{len_bytes} bytes are more than a topology has"))
-            }
-            (true, _) => None,
-        };
-        if let Some(reason) = refused {
-            return Err(unreadable(std::io::Error::other(reason)));
-        }
-        let text = std::fs::read_to_string(path).map_err(unreadable)?;
+        let text = files::read_text(path).map_err(unreadable)?;
         Self::from_toml(&path.display().to_string(), &text)
     }
 
@@ -120,47 +106,24 @@ impl Description {
     /// # Errors
     /// [`FileError::Unwritable`].
     pub(crate) fn check_writable(path: &Path) -> Result<(), FileError> {
-        let unwritable = |source| FileError::Unwritable {
+        files::check_writable(path).map_err(|source| FileError::Unwritable {
             path: path.to_owned(),
             source,
-        };
-        if path.is_dir() {
-            return Err(unwritable(std::io::ErrorKind::IsADirectory.into()));
-        }
-        let beside = beside(path);
-        std::fs::File::create(&beside)
-            .and_then(|_| std::fs::remove_file(&beside))
-            .map_err(unwritable)
+        })
     }
 
-    /// Writes a file: to a new one beside it first, so that a reader never finds half.
+    /// Writes a file.
     ///
     /// # Errors
     /// [`FileError::Unwritable`].
     pub(crate) fn write(&self, path: &Path) -> Result<(), FileError> {
-        let unwritable = |source| FileError::Unwritable {
+        let text = self.to_toml().map_err(std::io::Error::other);
+        let written = text.and_then(|text| files::write_text(path, &text));
+        written.map_err(|source| FileError::Unwritable {
             path: path.to_owned(),
             source,
-        };
-        let text = self
-            .to_toml()
-            .map_err(|error| unwritable(std::io::Error::other(error)))?;
-        let beside = beside(path);
-        std::fs::write(&beside, text)
-            .and_then(|()| std::fs::rename(&beside, path))
-            .map_err(|error| {
-                // It may not be there.
-                let _ = std::fs::remove_file(&beside);
-                unwritable(error)
-            })
+        })
     }
-}
-
-/// A name beside it that nobody else uses.
-fn beside(path: &Path) -> PathBuf {
-    let mut beside = path.as_os_str().to_owned();
-    beside.push(format!(".{}", std::process::id()));
-    PathBuf::from(beside)
 }
 
 /// The key that an error is about, and its line.
@@ -341,11 +304,11 @@ pcie = { generation = 5, width = 16 }
             ),
             (
                 more("[rates]\nwrite_gbps = nan\n"),
-                "file:18: rates.write_gbps: rates.write_gbps = NaN: a number above 0; correct it",
+                "file:18: rates.write_gbps: rates.write_gbps = NaN: a number from 0.000001 to 1000000000; correct it",
             ),
             (
                 more("[rates]\nflag_us = -1.5\n"),
-                "file:18: rates.flag_us: rates.flag_us = -1.5: a number above 0",
+                "file:18: rates.flag_us: rates.flag_us = -1.5: a number from 0.000001 to 1000000000",
             ),
             (
                 more("[rates]\nflag_us = inf\n"),

@@ -363,6 +363,13 @@ impl Topology {
         }
     }
 
+    /// The best that a link could do, however the bytes are moved: with one peer at a time, as a measurement found it, or all at once.
+    pub(crate) fn best_gbps(&self, link: LinkId, access: Access, peers: usize) -> f64 {
+        let raw = self.links.get(link).map_or(f64::INFINITY, |of| of.gbps);
+        let alone = self.capacity_gbps(link, access, 1);
+        raw.max(alone).max(self.capacity_gbps(link, access, peers))
+    }
+
     /// What one flow between two GPUs gets at most, whatever is free; infinite if only its links count.
     pub(crate) fn pair_gbps(&self, from: usize, to: usize, access: Access) -> f64 {
         let measured = match access {

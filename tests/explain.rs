@@ -10,7 +10,7 @@ use harness::{Ran, Scratch, command, daemon, ranks, run_within, watchdog};
 use serde_json::Value;
 use std::time::Duration;
 
-const PRESETS: [&str; 9] = [
+const PRESETS: [&str; 10] = [
     "v100x4-plx",
     "rtxpro6000x4-gen5-switch",
     "rtxpro6000x8-gen5-3switch",
@@ -20,6 +20,7 @@ const PRESETS: [&str; 9] = [
     "h100x8-nvlink",
     "4090x4-nop2p",
     "gen5x8-one-root",
+    "rtxpro6000x8-gen5-4vs-2socket",
 ];
 
 fn run(arguments: &[&str]) -> Ran {

@@ -100,7 +100,12 @@ mod tests {
         }
         assert!(check_writable(&folder.join("nowhere/a")).is_err());
         std::fs::write(&file, vec![b'x'; (MAX_LEN_BYTES + 1) as usize]).unwrap();
-        assert!(read_text(&file).unwrap_err().to_string().contains("more than"));
+        assert!(
+            read_text(&file)
+                .unwrap_err()
+                .to_string()
+                .contains("more than")
+        );
         assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 2);
         std::fs::remove_dir_all(&folder).unwrap();
     }

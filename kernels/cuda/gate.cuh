@@ -73,8 +73,7 @@ AR_DEV_COLD void refuse_run(const GateLaunch& launch, u64 window, u32 rank, u32 
 }
 
 AR_DEV void gate(const GateLaunch& launch) {
-    // Launched without programmatic serialization: what is before it has completed. And it lets nothing begin beside it: with
-    // launch_dependents here, calls whose blocks fill the GPU never all became resident (seen on an H200).
+    wait_for_previous_kernel();
     const u32 lane = thread_x();
     const u32 rank = ld_weak_u32(launch.control + AR_OFFSETOF(Control, rank)) & (MAX_WORLD_SIZE - 1);
     const u64 window = ld_weak_u64(launch.control + AR_OFFSETOF(Control, window) + 8 * rank);

@@ -700,14 +700,6 @@ fn what_runs_at_once_is_refused(lane: Lane) {
 }
 
 #[test]
-fn what_runs_at_once_is_refused_delegated() {
-    let Some((_watchdog, _)) = gpus_with_mps() else {
-        return;
-    };
-    what_runs_at_once_is_refused(Lane::Delegated);
-}
-
-#[test]
 fn what_runs_at_once_is_refused_resident() {
     let Some((_watchdog, _)) = gpus_with_mps() else {
         return;

@@ -3,7 +3,7 @@
 //! Owns its words and its JSON form. Called by `explain`.
 
 use crate::explain::{Asked, Machine, Question};
-use crate::plan::model::Cost;
+use crate::plan::model::{Cost, RING_US, RPC_US};
 use crate::plan::{Plan, Refusal, Shape, plan};
 use crate::simulate::{self, Fixed};
 use crate::spread::time;
@@ -39,11 +39,15 @@ pub(crate) struct Answer {
     candidates: Vec<Candidate>,
     /// Why this one, or why none.
     reason: String,
+    /// Of the table that was named: whether it is of this topology, and so obeyed.
+    tuned: Option<&'static str>,
 }
 
 /// A prediction's parts, in microseconds.
 #[derive(Debug, Clone, Copy, Serialize)]
-struct Split {
+pub(super) struct Split {
+    /// What the lane takes to get there and back.
+    trigger_us: f64,
     launch_us: f64,
     hops_us: f64,
     wire_us: f64,
@@ -62,10 +66,15 @@ struct Candidate {
     refused: Option<String>,
 }
 
-fn split(cost: &Cost, len_bytes: u64, launches: u64) -> Split {
+fn split(lane: Lane, cost: &Cost, len_bytes: u64, launches: u64) -> Split {
     let bytes = len_bytes as f64;
     let times = launches as f64;
     Split {
+        trigger_us: match lane {
+            Lane::Rpc => RPC_US,
+            Lane::Resident => RING_US,
+            Lane::Delegated => 0.0,
+        },
         launch_us: cost.launch_us * times,
         hops_us: cost.hops_us * times,
         wire_us: cost.wire_us_per_byte * bytes,
@@ -74,13 +83,18 @@ fn split(cost: &Cost, len_bytes: u64, launches: u64) -> Split {
 }
 
 impl Split {
-    fn total_us(self) -> f64 {
-        self.launch_us + self.hops_us + self.wire_us + self.reduce_us
+    pub(super) fn total_us(self) -> f64 {
+        self.trigger_us + self.launch_us + self.hops_us + self.wire_us + self.reduce_us
     }
 }
 
 /// A reduction's prediction, if there is a model of what it runs.
-fn predicted(asked: &Asked, lane: Lane, plan: &Plan, question: Question) -> Option<Split> {
+pub(super) fn predicted(
+    asked: &Asked,
+    lane: Lane,
+    plan: &Plan,
+    question: Question,
+) -> Option<Split> {
     match (asked.backend, lane) {
         (Backend::Cuda, Lane::Rpc | Lane::Delegated | Lane::Resident)
         | (Backend::Host, Lane::Delegated) => {}
@@ -88,7 +102,8 @@ fn predicted(asked: &Asked, lane: Lane, plan: &Plan, question: Question) -> Opti
     }
     let len_bytes = question.num_elems * question.dtype.size_bytes() as u64;
     let cost = asked.costs.cost(plan.algorithm, question.dtype);
-    (cost != Cost::default()).then(|| split(&cost, len_bytes, plan.launches(question.num_elems)))
+    (cost != Cost::default())
+        .then(|| split(lane, &cost, len_bytes, plan.launches(question.num_elems)))
 }
 
 fn shape_words(plan: &Plan, question: Question) -> String {
@@ -162,6 +177,13 @@ impl Answer {
                 Ok(plan) => plan.basis.words().to_owned(),
                 Err(refusal) => refusal.to_string(),
             },
+            tuned: machine
+                .tuned
+                .as_ref()
+                .map(|table| match machine.is_tuned_by(table) {
+                    true => "of this topology, and obeyed",
+                    false => "of another topology: shown, and not obeyed",
+                }),
         }
     }
 
@@ -192,16 +214,27 @@ impl Answer {
         if let Some(split) = self.split {
             let _ = writeln!(
                 out,
-                "predicted  {} = launch {} + hops {} + wire {} + reduce {} (a prediction, nothing was measured)",
+                "predicted  {} = {}launch {} + hops {} + wire {} + reduce {} (a prediction, nothing was measured)",
                 time(split.total_us()),
+                match split.trigger_us {
+                    0.0 => String::new(),
+                    us => format!("trigger {} + ", time(us)),
+                },
                 time(split.launch_us),
                 time(split.hops_us),
                 time(split.wire_us),
                 time(split.reduce_us)
             );
         }
+        if let Some(tuned) = self.tuned {
+            let _ = writeln!(out, "tuned      {tuned}");
+        }
         if let Some(floor) = self.floor_us {
-            let _ = writeln!(out, "floor      {}", time(floor));
+            let _ = writeln!(
+                out,
+                "floor      {} (what these links allow any algorithm, by the same model)",
+                time(floor)
+            );
         }
         let _ = writeln!(
             out,
@@ -311,11 +344,11 @@ pub(crate) fn simulate(machine: &Machine, asked: &Asked, workload: &Workload) ->
                 match plan {
                     Ok(plan) => {
                         let launches = plan.launches(question.num_elems) as f64;
-                        let cost = asked.costs.cost(plan.algorithm, spec.dtype);
-                        closed += cost.us_in_launches(
-                            spec.len_bytes() as u64,
-                            plan.launches(question.num_elems),
-                        );
+                        let split = lane
+                            .as_ref()
+                            .ok()
+                            .and_then(|lane| predicted(asked, *lane, &plan, question));
+                        closed += split.map_or(0.0, Split::total_us);
                         let island = asked.limits.map_or(1, |limits| limits.island_size);
                         let one = simulate::reduce(
                             &machine.topology,
@@ -327,7 +360,10 @@ pub(crate) fn simulate(machine: &Machine, asked: &Asked, workload: &Workload) ->
                             Fixed::of(&machine.topology),
                         );
                         match one {
-                            Ok(one) => simulated += one.us * launches,
+                            Ok(one) => {
+                                simulated +=
+                                    one.us * launches + split.map_or(0.0, |split| split.trigger_us);
+                            }
                             Err(why) => refused = refused.or(Some(why.to_string())),
                         }
                     }

@@ -2,6 +2,7 @@
 //!
 //! Owns the sweep, its table and its JSON form; the picture is drawn by [`crate::simulate::plot`]. Called by `explain`.
 
+use crate::explain::answer::{Split, predicted};
 use crate::explain::{Asked, Machine, Question};
 use crate::plan::plan;
 use crate::simulate::plot::{lines_svg, map_svg};
@@ -69,14 +70,14 @@ pub(crate) fn sweep(
                 };
                 match outcome {
                     Ok(plan) => {
-                        let us = asked
-                            .costs
-                            .cost(plan.algorithm, dtype)
-                            .us_in_launches(bytes, plan.launches(question.num_elems));
+                        let lane = asked.lane.as_ref().ok().map(|choice| choice.lane);
+                        let us = lane
+                            .and_then(|lane| predicted(&asked, lane, &plan, question))
+                            .map(Split::total_us);
                         Cell {
                             bytes,
                             algorithm: Some(plan.algorithm.to_string()),
-                            predicted_us: (us > 0.0).then_some(us),
+                            predicted_us: us,
                             refused: None,
                         }
                     }
@@ -189,8 +190,7 @@ pub(crate) fn lines(machine: &Machine, asked: &Asked, question: Question) -> Opt
             op,
         };
         let plan = plan(asked.request(lane, question, Some(algorithm))).ok()?;
-        let cost = asked.costs.cost(algorithm, dtype);
-        Some(cost.us_in_launches(bytes as u64, plan.launches(question.num_elems)))
+        predicted(asked, lane, &plan, question).map(Split::total_us)
     })
 }
 

@@ -9,6 +9,7 @@ mod map;
 
 use crate::cli::{Choice, parse_auto};
 use crate::config::{Config, Host};
+use crate::files;
 use crate::plan::tuned::{TunedError, TunedTable};
 use crate::plan::{
     self, GpuLimits, LaneChoice, PlanRequest, Refusal, choose_lane, lane_geometry, model::Costs,
@@ -20,6 +21,7 @@ use allreduce_contract::{
     Algorithm, Backend, BadWorldSize, Dtype, Lane, MAX_WORLD_SIZE, Op, WorldSize,
 };
 use answer::Answer;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -209,11 +211,15 @@ impl Asked {
 
 /// Answers.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
-    match explain(arguments) {
-        Ok(text) => {
-            print!("{text}");
-            ExitCode::SUCCESS
-        }
+    let written = explain(arguments).and_then(|text| {
+        let written = std::io::stdout().write_all(text.as_bytes());
+        written.map_err(|error| ExplainError::Write {
+            path: "standard output".to_owned(),
+            error,
+        })
+    });
+    match written {
+        Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("allreduced: {error}");
             ExitCode::FAILURE
@@ -284,7 +290,7 @@ fn draw(path: Option<&Path>, picture: impl FnOnce() -> Option<String>) -> Result
         return Ok(());
     };
     let picture = picture().ok_or(ExplainError::NoMap)?;
-    std::fs::write(path, picture).map_err(|error| ExplainError::Write {
+    files::write_text(path, &picture).map_err(|error| ExplainError::Write {
         path: path.display().to_string(),
         error,
     })

@@ -710,11 +710,6 @@ fn launched(
     };
     let ranks = limits.ranks_per_gpu.max(1);
     let most_blocks = (limits.resident_blocks / ranks / calls_at_once).min(MAX_BLOCKS);
-    let most_blocks = match lane {
-        Lane::Rpc => most_blocks,
-        // Room for the gates of graphs, and for what else the ranks' streams do.
-        Lane::Delegated | Lane::Resident => most_blocks - most_blocks / 16,
-    };
     if most_blocks == 0 {
         return Err(Refusal::TooFewBlocks {
             resident_blocks: limits.resident_blocks,

@@ -24,6 +24,11 @@ pub(crate) const HOP_OVERHEAD_US: f64 = 0.3;
 /// ranks on one H200, where four copies and two kernels on one stream take 50 us more than the kernel of another algorithm
 /// (docs/benchmarks.md, "tune").
 pub(crate) const COPY_US: f64 = 12.0;
+/// From the call to the kernel's launch and from its end to the caller, where it is triggered by an RPC: a null round trip of two ranks, and what
+/// a reduction adds to it, on one H200 (docs/benchmarks.md, "The rpc lane").
+pub(crate) const RPC_US: f64 = 100.0;
+/// The same where the rank's stream rings a kernel that stays, beyond a launch.
+pub(crate) const RING_US: f64 = 2.5;
 /// Memory that a kernel reads and writes on one GPU, where the topology does not say. Beside links it is not counted then.
 const LOOPBACK_MEMORY_GBPS: f64 = 1000.0;
 

@@ -177,7 +177,9 @@ impl TunedTable {
         }
         let mut kinds = HashSet::new();
         for set in &table.sets {
-            let kind = set.check().map_err(|why| bad(format!("set of {}: {why}", set.words())))?;
+            let kind = set
+                .check()
+                .map_err(|why| bad(format!("set of {}: {why}", set.words())))?;
             if !kinds.insert(kind) {
                 return Err(bad(format!("set of {}: it is there twice", set.words())));
             }
@@ -236,16 +238,23 @@ impl TunedSet {
         if let Some(((size, _), _)) = pairs().find(|((one, _), (other, _))| one >= other) {
             return Err(format!("up_to_bytes does not ascend after {size}"));
         }
-        let strange = choices.iter().find(|(_, algorithm)| !is_of(backend, lane, *algorithm));
+        let strange = choices
+            .iter()
+            .find(|(_, algorithm)| !is_of(backend, lane, *algorithm));
         if let Some((_, algorithm)) = strange {
-            return Err(format!("{algorithm} is none of lane {lane} of backend {backend}"));
+            return Err(format!(
+                "{algorithm} is none of lane {lane} of backend {backend}"
+            ));
         }
         let is_of_geometry = backend == Backend::Host && lane == Lane::Delegated;
         let goes_back = |((_, one), (_, other)): (&(u64, Algorithm), &(u64, Algorithm))| {
             *one == Algorithm::TwoShot && *other == Algorithm::OneShot
         };
         if is_of_geometry && pairs().any(goes_back) {
-            return Err("lane delegated of the host has one_shot up to one size, two_shot beyond".to_owned());
+            return Err(
+                "lane delegated of the host has one_shot up to one size, two_shot beyond"
+                    .to_owned(),
+            );
         }
         for row in &self.rows {
             row.algorithm.parse::<Algorithm>().map_err(unknown)?;
@@ -303,7 +312,8 @@ fn is_of(backend: Backend, lane: Lane, algorithm: Algorithm) -> bool {
         Lane::Resident => &[Algorithm::OneShot],
         Lane::Delegated => &[Algorithm::OneShot, Algorithm::TwoShot],
     };
-    let is_the_executors = algorithm == Algorithm::HostStaged || algorithm == Algorithm::CopyEngineRing;
+    let is_the_executors =
+        algorithm == Algorithm::HostStaged || algorithm == Algorithm::CopyEngineRing;
     match (backend, lane) {
         (Backend::Host, _) => of_host.contains(&algorithm),
         (Backend::Cuda, Lane::Rpc) => algorithm.backend() == backend,
@@ -382,7 +392,10 @@ mod tests {
             ("schema_version = 1", "schema_version = 2"),
             ("measured", "guessed"),
             // The executor's, and the host's.
-            ("algorithm = \"two_shot_push\"", "algorithm = \"host_staged\""),
+            (
+                "algorithm = \"two_shot_push\"",
+                "algorithm = \"host_staged\"",
+            ),
             ("algorithm = \"two_shot_push\"", "algorithm = \"two_shot\""),
             ("us = 3.5", "us = nan"),
             ("us = 3.5", "us = -1.0"),

@@ -153,7 +153,17 @@ pub(crate) fn reduce(
     let phases = schedule(algorithm, world_size, elem_bytes, island_size, peer_access);
     let start_us = match algorithm {
         Algorithm::CopyEngineRing => fixed.engine_us,
-        _ => 0.0,
+        Algorithm::OneShot
+        | Algorithm::OneShotChunked
+        | Algorithm::TwoShot
+        | Algorithm::OneShotPush
+        | Algorithm::OneShotPull
+        | Algorithm::OneShotPullInband
+        | Algorithm::TwoShotPush
+        | Algorithm::TwoShotPull
+        | Algorithm::TwoShotPullInband
+        | Algorithm::Hierarchical
+        | Algorithm::HostStaged => 0.0,
     };
     let flows = phases.iter().flat_map(|phase| &phase.flows);
     for flow in flows {

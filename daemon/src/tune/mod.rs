@@ -12,14 +12,15 @@ use crate::cli::{Choice, parse_auto};
 use crate::config::Config;
 use crate::device::{self, DeviceError};
 use crate::explain::{Machine, Question};
+use crate::files;
 use crate::plan::plan;
 use crate::plan::tuned::{SCHEMA_VERSION, TunedChoice, TunedRow, TunedSet, TunedTable};
 use crate::private::{PrivateDaemon, StartError};
 use crate::spread::time;
-use crate::topology::{self, LoadError};
+use crate::topology::{self, LoadError, Topology};
 use crate::workload::{ReductionSpec, WorkloadError};
 use allreduce_contract::{Algorithm, Backend, BadWorldSize, Dtype, Lane, Op, WorldSize};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 use worker::{Trial, TuneReport, TuneSpec};
@@ -50,7 +51,7 @@ pub(crate) struct Arguments {
     rounds: u32,
     /// The topology file that `serve` uses; by default this machine is discovered.
     #[arg(long, value_name = "FILE")]
-    topology: Option<String>,
+    topology: Option<PathBuf>,
     /// Where the table goes; without it, it is printed only.
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
@@ -113,16 +114,23 @@ pub(crate) fn run_worker() -> ExitCode {
 }
 
 fn try_run(arguments: &Arguments) -> Result<(), TuneError> {
-    // Before minutes are spent on what cannot be kept.
+    // Before minutes are spent on what cannot be kept, or measured.
+    let unwritable = |path: &Path| {
+        let path = path.display().to_string();
+        move |error| TuneError::Write { path, error }
+    };
     if let Some(path) = &arguments.output {
-        let tried = std::fs::OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(path);
-        tried.map_err(|error| TuneError::Write {
-            path: path.display().to_string(),
-            error,
-        })?;
+        files::check_writable(path).map_err(unwritable(path))?;
+    }
+    let world_sizes: Vec<WorldSize> = arguments
+        .world_size
+        .iter()
+        .map(|ranks| WorldSize::new(*ranks))
+        .collect::<Result<_, _>>()?;
+    for dtype in &arguments.dtype {
+        for bytes in &arguments.bytes {
+            ReductionSpec::new(*dtype, Op::Sum, *bytes)?;
+        }
     }
     let backend = match arguments.backend.0 {
         Some(backend) => backend,
@@ -131,7 +139,11 @@ fn try_run(arguments: &Arguments) -> Result<(), TuneError> {
     };
     let config = Config::default();
     let (topology, origin) = match &arguments.topology {
-        Some(name) => topology::find(name)?,
+        // A preset is not this machine.
+        Some(file) => {
+            let topology = Topology::read(file).map_err(LoadError::File)?;
+            (topology, file.display().to_string())
+        }
         None => topology::load(&config.topology)?,
     };
     let machine = Machine {
@@ -141,8 +153,7 @@ fn try_run(arguments: &Arguments) -> Result<(), TuneError> {
         tuned: None,
     };
     let mut sets = Vec::new();
-    for world_size in &arguments.world_size {
-        let world_size = WorldSize::new(*world_size)?;
+    for world_size in world_sizes {
         for lane in &arguments.lane {
             for dtype in &arguments.dtype {
                 let set = measure(arguments, &machine, (world_size, backend, *lane, *dtype))?;
@@ -173,10 +184,7 @@ fn try_run(arguments: &Arguments) -> Result<(), TuneError> {
     }
     if let Some(path) = &arguments.output {
         let text = toml::to_string(&table).map_err(|error| bad(&error))?;
-        std::fs::write(path, text).map_err(|error| TuneError::Write {
-            path: path.display().to_string(),
-            error,
-        })?;
+        files::write_text(path, &text).map_err(unwritable(path))?;
         if !arguments.json {
             println!(
                 "written: {}; set topology.tuned to it, and `serve` uses it on this topology",
@@ -294,7 +302,7 @@ fn measure(
         gpus: asked.limits.map_or(0, |limits| limits.gpus),
         lane: lane.to_string(),
         dtype: dtype.to_string(),
-        choices: joined(choices),
+        choices: expressible(backend, lane, joined(choices)),
         rows,
     })
 }
@@ -342,6 +350,24 @@ fn joined(choices: Vec<TunedChoice>) -> Vec<TunedChoice> {
         }
     }
     joined
+}
+
+/// Lane delegated of the host has one_shot up to one size, and two_shot beyond: what comes back to it is noise.
+fn expressible(backend: Backend, lane: Lane, choices: Vec<TunedChoice>) -> Vec<TunedChoice> {
+    match (backend, lane) {
+        (Backend::Host, Lane::Delegated) => {
+            let last = choices.last().map(|choice| choice.up_to_bytes);
+            let is_one = |choice: &TunedChoice| choice.algorithm == Algorithm::OneShot.name();
+            let first = choices.into_iter().next().filter(is_one);
+            let rest = last.filter(|last| first.as_ref().is_none_or(|one| one.up_to_bytes < *last));
+            let rest = rest.map(|up_to_bytes| TunedChoice {
+                up_to_bytes,
+                algorithm: Algorithm::TwoShot.to_string(),
+            });
+            first.into_iter().chain(rest).collect()
+        }
+        (Backend::Host, Lane::Rpc | Lane::Resident) | (Backend::Cuda, _) => choices,
+    }
 }
 
 fn print_set(set: &TunedSet) {

@@ -98,7 +98,8 @@ pub(crate) fn run() -> Result<(), TuneError> {
         .iter()
         .map(|name| name.parse())
         .collect::<Result<_, _>>()?;
-    let longest = spec.sizes.iter().copied().max().unwrap_or(0) * dtype.size_bytes();
+    let longest = spec.sizes.iter().copied().max().unwrap_or(0);
+    let longest = longest.saturating_mul(dtype.size_bytes());
     let mut options = JoinOptions::new("tune", spec.rank, spec.world_size)
         .backend(backend)
         .lanes([lane])

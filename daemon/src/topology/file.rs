@@ -396,7 +396,7 @@ pcie = { generation = 5, width = 16 }
             0.001..2000.0_f64,
             Just(1.0),
             Just(1e-6),
-            Just(1e300)
+            Just(1e9)
         ])
     }
 

@@ -10,9 +10,7 @@
 //! fit. No call here synchronises a device.
 #![allow(unsafe_code)] // room: CUDA bindings
 
-use crate::window::{
-    CONTROL_LEN_BYTES, Control, STATUS_OFFSET_BYTES, WAKE_OFFSET_BYTES, through_offset_bytes,
-};
+use crate::window::{CONTROL_LEN_BYTES, Control, STATUS_OFFSET_BYTES, WAKE_OFFSET_BYTES};
 use cudarc::driver::sys;
 use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
@@ -1062,12 +1060,11 @@ impl Drop for Event {
     }
 }
 
-/// A flag, 4 bytes of device memory (also another process's, or the host's as far as it is registered), and a value
-/// for it.
+/// A flag, 4 bytes of device memory (also another process's), and a value for it.
 pub type Flag = (DevicePtr, u32);
 
-/// Most flags of one call (the driver's limit is 256): two for each rank.
-pub const MAX_FLAGS: usize = 2 * crate::MAX_WORLD_SIZE as usize;
+/// Most flags of one call (the driver's limit is 256).
+pub const MAX_FLAGS: usize = crate::MAX_WORLD_SIZE as usize;
 
 /// Enqueues writes of values to flags. What the stream has done before is visible to who sees them.
 ///
@@ -1363,11 +1360,6 @@ impl RegisteredPage {
     /// Device address of the wake word.
     pub fn wake(&self) -> DevicePtr {
         self.device_start + WAKE_OFFSET_BYTES as u64
-    }
-
-    /// Device address of a stream's `through` word.
-    pub fn through(&self, stream: u32) -> DevicePtr {
-        self.device_start + through_offset_bytes(stream) as u64
     }
 
     /// Device address of the status word.

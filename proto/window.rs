@@ -11,7 +11,6 @@
 //! | `ended` | executor | rank | 0, or 1 once the epoch is over and the executor touches no buffer at all |
 //! | `changes` | executor | rank | counts stores to `done` and `ended`; the futex that waiters sleep on |
 //! | `wake` | GPU | executor | lane `resident`: the launch of the resident kernel that the rank's rings need |
-//! | `through` | GPU | rank | for each stream, what its done flag holds, for the host: see below |
 //! | `status` | GPU, executor | rank, executor | 0, or the [`Abort`] that a reduction of this rank failed with |
 //!
 //! # Flags
@@ -25,9 +24,6 @@
 //! | --- | --- | --- | --- |
 //! | ready | the rank's stream | the executor's | the stream has got to its call of this value |
 //! | done | the executor's stream | the rank's | the executor is through with the call of this value |
-//!
-//! Behind each done flag the executor's stream writes the same value to the stream's word of `through`, which the
-//! rank's host can read: where it finds the call's value, the result is there and its stream has nothing to wait for.
 //!
 //! Whoever has the memory mapped can let a waiting stream go, which no CUDA event allows: the executor writes
 //! ready flags when an epoch ends, the client writes done flags when its executor is gone.
@@ -45,7 +41,7 @@ use std::time::{Duration, Instant};
 
 /// Version of everything in this module, in [`crate::lane`] and in [`crate::companion`]. Hello carries the client's; the
 /// executor refuses another.
-pub const ABI_VERSION: u32 = 4;
+pub const ABI_VERSION: u32 = 3;
 
 /// Length of the control page, bytes.
 pub const CONTROL_LEN_BYTES: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
@@ -72,7 +68,6 @@ struct ControlPage {
     changes: AtomicU32,
     status: Line<AtomicU64>,
     wake: Line<AtomicU32>,
-    through: Line<[AtomicU32; MAX_STREAMS as usize]>,
 }
 
 const _: () = {
@@ -87,7 +82,6 @@ const _: () = {
     assert!(offset_of!(ControlPage, changes) == 196);
     assert!(offset_of!(ControlPage, status) == STATUS_OFFSET_BYTES);
     assert!(offset_of!(ControlPage, wake) == WAKE_OFFSET_BYTES);
-    assert!(offset_of!(ControlPage, through) == THROUGH_OFFSET_BYTES);
     assert!(size_of::<ControlPage>() <= CONTROL_LEN_BYTES.get());
 };
 
@@ -97,13 +91,6 @@ pub const STATUS_OFFSET_BYTES: usize = 256;
 
 /// Where the wake word is in the control page: the launch of the resident kernel that a rank's rings need.
 pub const WAKE_OFFSET_BYTES: usize = 320;
-
-const THROUGH_OFFSET_BYTES: usize = 384;
-
-/// Where a stream's `through` word is in the control page; `stream` counts from 0, below [`MAX_STREAMS`].
-pub const fn through_offset_bytes(stream: u32) -> usize {
-    THROUGH_OFFSET_BYTES + 4 * stream as usize
-}
 
 /// Why a reduction failed on the GPU: the status word, and the abort word that the kernels pass on
 /// (kernels/cuda/abi.h, `abort_word`).
@@ -367,15 +354,6 @@ impl Control {
         self.page().wake.0.load(Ordering::Acquire)
     }
 
-    /// Rank: whether the GPU is known to be through with the call of this value on a stream. False says nothing: the word
-    /// follows the done flag.
-    pub fn is_through(&self, stream: u32, value: u32) -> bool {
-        let word = self.page().through.0.get(stream as usize);
-        // SYNC: through. Acquire: pairs with the write of the executor's stream, behind the reduction; what this
-        // process enqueues from here on sees the result.
-        word.is_some_and(|word| flag_reached(word.load(Ordering::Acquire), value))
-    }
-
     /// Executor: says why, unless a kernel has said so before.
     pub fn set_status(&self, abort: Abort) {
         // SYNC: status. Release: pairs with status().
@@ -497,32 +475,6 @@ mod tests {
         assert!(flag_reached(5, 5) && flag_reached(6, 5) && !flag_reached(4, 5));
         assert!(flag_reached(1, u32::MAX) && !flag_reached(u32::MAX, 1));
         assert!(done_flag(MAX_STREAMS - 1) + 4 <= FLAGS_LEN_BYTES);
-    }
-
-    #[test]
-    fn a_stream_is_through_with_what_its_own_word_has_reached() {
-        let (executor, rank) = pair();
-        assert!(!rank.is_through(0, 1), "nothing is at first");
-        let write = |stream: u32, value: u32| {
-            let at = through_offset_bytes(stream);
-            assert!(at + 4 <= CONTROL_LEN_BYTES.get());
-            // SAFETY: the page is mapped, at least so long, and its words are atomic.
-            let word = unsafe { executor.page_start().add(at).cast::<AtomicU32>().as_ref() };
-            word.store(value, Ordering::Release);
-        };
-        for stream in [0, 1, MAX_STREAMS - 1] {
-            write(stream, 7 + stream);
-        }
-        for stream in [0, 1, MAX_STREAMS - 1] {
-            assert!(rank.is_through(stream, 6 + stream) && rank.is_through(stream, 7 + stream));
-            assert!(!rank.is_through(stream, 8 + stream));
-        }
-        write(1, u32::MAX);
-        assert!(rank.is_through(1, u32::MAX) && !rank.is_through(1, 1));
-        write(1, 2);
-        assert!(rank.is_through(1, u32::MAX) && rank.is_through(1, 1));
-        assert!(!rank.is_through(2, 1) && !rank.is_through(MAX_STREAMS, 0));
-        assert_eq!((rank.status(), rank.wanted_launch()), (None, 0));
     }
 
     #[test]

@@ -939,11 +939,7 @@ impl Communicator {
             dst: dst_start,
             len_bytes: num_elems.saturating_mul(dtype.size_bytes() as u64),
         };
-        // Where the GPU was quicker than the answer, that driver call is saved: all that the stream enqueues from here
-        // on sees the result.
-        if !control.is_through(place, value) {
-            arena.wait_for(control, in_flight, stream)?;
-        }
+        arena.wait_for(control, in_flight, stream)?;
         reduction(&response)
     }
 

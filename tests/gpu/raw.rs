@@ -5,14 +5,10 @@
 #![allow(unsafe_code)] // room: CUDA
 
 use crate::harness::SOON;
-use crate::harness::raw::{
-    Stream as Membership, attach_with, call, companion_request, dial, exchange, hello, try_open,
-};
-use allreduce_contract::companion::Kind;
+use crate::harness::raw::{Stream as Membership, attach_with, call, dial, hello, try_open};
 use allreduce_contract::cuda::{
     Context, IPC_HANDLE_LEN, ImportedMemory, Stream, wait_flags, write_flags,
 };
-use allreduce_contract::memory::SealedMemory;
 use allreduce_contract::v1::attach_request::Message as FromRank;
 use allreduce_contract::v1::attach_response::Message as ToRank;
 use allreduce_contract::v1::buffers_client::BuffersClient;
@@ -21,9 +17,7 @@ use allreduce_contract::v1::{
     self, AllReduceRequest, AllReduceResponse, AllocateRequest, Backend, BufferRange, Dtype,
     Joined, Mapped, OpenResponse, RegionKind, ReleaseRequest,
 };
-use allreduce_contract::window::{
-    CONTROL_LEN_BYTES, Control, FLAGS_LEN_BYTES, done_flag, ready_flag,
-};
+use allreduce_contract::window::{FLAGS_LEN_BYTES, done_flag, ready_flag};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -117,7 +111,6 @@ pub struct RawGpu {
     flags: u64,
     value: u32,
     stream: Stream,
-    control: Control,
     _arena: ImportedMemory,
     _membership: Membership,
 }
@@ -134,11 +127,6 @@ impl RawGpu {
         }
         let Joining { joined, membership } = joining;
         let session = joined.session;
-        let request = companion_request(&opened, Kind::Control, session, 0);
-        let (_, control) = exchange(&opened, &request, None).unwrap();
-        let len_bytes = CONTROL_LEN_BYTES.get() as u64;
-        let control = SealedMemory::adopt(control.unwrap(), len_bytes).unwrap();
-        let control = Control::open(&control).unwrap();
         let channel = dial(&opened.executor_socket).await;
         let mut buffers = BuffersClient::new(channel.clone());
         let request = AllocateRequest {
@@ -159,7 +147,6 @@ impl RawGpu {
             flags: arena.start() + arena_len_bytes,
             value: 0,
             stream,
-            control,
             joined,
             collectives,
             buffers,
@@ -208,7 +195,6 @@ impl RawGpu {
         // SAFETY: the buffer is in the mapped arena and this rank's.
         unsafe { self.stream.upload(self.start, &bytes) }.unwrap();
         let request = self.call();
-        assert!(!self.control.is_through(STREAM - 1, self.value));
         self.all_reduce(request).await.unwrap();
         let mut found = vec![0; bytes.len()];
         // SAFETY: the stream is of the context that is entered; the flag and the buffer are mapped.
@@ -231,13 +217,6 @@ impl RawGpu {
             .flat_map(u32::to_le_bytes)
             .collect();
         assert!(found == expected, "{found:?}");
-        // The host's word follows the flag.
-        let deadline = Instant::now() + SOON;
-        while !self.control.is_through(STREAM - 1, self.value) {
-            assert!(Instant::now() < deadline, "the host is not told");
-        }
-        assert!(!self.control.is_through(STREAM - 1, self.value + 1));
-        assert!(!self.control.is_through(0, 1), "another stream's");
     }
 
     /// The same without an event, as a caller without CUDA would: the result comes some time later.

@@ -99,19 +99,13 @@ impl Accepted {
                 damage(part, self.work.signature, fault).map_err(failed("fault"))?;
             }
         }
-        let done = here.clone().filter_map(|part| {
+        let done = here.filter_map(|part| {
             let ticket = part.ticket?;
             Some((part.window.done_flag(ticket.stream), ticket.value))
         });
-        // Last: nothing on a GPU waits for the host's words.
-        let through = here.filter_map(|part| {
-            let ticket = part.ticket?;
-            Some((part.window.through_word(ticket.stream), ticket.value))
-        });
-        // SYNC: done flag, through. The rank's stream that waits for the flag, and what the rank enqueues after it has
-        // seen the word, see the result.
-        // SAFETY: as for the ready flags; the control pages are the windows' too, and registered in their context.
-        unsafe { write_flags(&entered, site.gpu.stream.raw().cast(), done.chain(through)) }
+        // SYNC: done flag. The rank's stream that waits for it sees the result.
+        // SAFETY: as for the ready flags.
+        unsafe { write_flags(&entered, site.gpu.stream.raw().cast(), done) }
             .map_err(failed("done flags"))
     }
 }

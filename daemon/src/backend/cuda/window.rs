@@ -167,11 +167,6 @@ impl Window {
         self.flags_start() + done_flag(stream)
     }
 
-    /// Where this executor says the same to the rank's host.
-    pub(crate) fn through_word(&self, stream: u32) -> DevicePtr {
-        self.page.through(stream)
-    }
-
     /// Whether a stream of the rank has got to its call of this value.
     pub(crate) fn has_reached(&self, stream: u32, value: u32) -> Result<bool, CudaError> {
         let mut found = [0; 4];

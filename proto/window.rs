@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 
 /// Version of everything in this module, in [`crate::lane`] and in [`crate::companion`]. Hello carries the client's; the
 /// executor refuses another.
-pub const ABI_VERSION: u32 = 3;
+pub const ABI_VERSION: u32 = 4;
 
 /// Length of the control page, bytes.
 pub const CONTROL_LEN_BYTES: NonZeroUsize = NonZeroUsize::new(4096).unwrap();

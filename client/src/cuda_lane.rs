@@ -72,7 +72,7 @@ struct Anchor {
 
 /// What lets one run of calls through at a time: those of a captured graph, or one that is not captured
 /// (kernels/cuda/gate.cuh). Calls that are enqueued are ordered by [`Lane::order`]; where graphs are launched only the GPU
-/// sees. So it is passed once in each graph, and, as soon as there is one, by each other call.
+/// sees. So on lane `resident` it is passed once in each graph, and, as soon as there is one, by each other call.
 #[derive(Debug)]
 struct Runs {
     /// The gate, then for each graph how many calls it has.

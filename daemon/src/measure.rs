@@ -4,7 +4,6 @@
 
 use crate::config::Config;
 use crate::explain::{Asked, Machine, Question};
-use crate::plan::plan;
 use allreduce_contract::{Dtype, Op, WorldSize};
 
 /// Plans for a machine that is described.
@@ -37,9 +36,6 @@ impl Planner {
             dtype: Dtype::Bf16,
             op: Op::Sum,
         };
-        let Ok(choice) = &self.asked.lane else {
-            return false;
-        };
-        plan(self.asked.request(choice.lane, question, None)).is_ok()
+        self.asked.plan(question, None).is_ok()
     }
 }

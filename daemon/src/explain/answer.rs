@@ -4,12 +4,13 @@
 
 use crate::explain::{Asked, Machine, Question};
 use crate::plan::model::{Cost, RING_US, RPC_US};
-use crate::plan::{Plan, Refusal, Shape, plan};
+use crate::plan::{Plan, Shape};
 use crate::simulate::{self, Fixed};
 use crate::spread::time;
-use crate::workload::Workload;
+use crate::workload::{ReductionSpec, Workload};
 use allreduce_contract::{Algorithm, Backend, Lane};
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// Version of the JSON forms here.
@@ -89,21 +90,16 @@ impl Split {
 }
 
 /// A reduction's prediction, if there is a model of what it runs.
-pub(super) fn predicted(
-    asked: &Asked,
-    lane: Lane,
-    plan: &Plan,
-    question: Question,
-) -> Option<Split> {
+pub(super) fn predicted(asked: &Asked, plan: &Plan, question: Question) -> Option<Split> {
+    let lane = asked.lane.as_ref().ok()?.lane;
     match (asked.backend, lane) {
         (Backend::Cuda, Lane::Rpc | Lane::Delegated | Lane::Resident)
         | (Backend::Host, Lane::Delegated) => {}
         (Backend::Host, Lane::Rpc | Lane::Resident) => return None,
     }
-    let len_bytes = question.num_elems * question.dtype.size_bytes() as u64;
     let cost = asked.costs.cost(plan.algorithm, question.dtype);
-    (cost != Cost::default())
-        .then(|| split(lane, &cost, len_bytes, plan.launches(question.num_elems)))
+    let launches = plan.launches(question.num_elems);
+    (cost != Cost::default()).then(|| split(lane, &cost, question.len_bytes(), launches))
 }
 
 fn shape_words(plan: &Plan, question: Question) -> String {
@@ -130,20 +126,15 @@ fn shape_words(plan: &Plan, question: Question) -> String {
 
 impl Answer {
     pub(crate) fn to(machine: &Machine, asked: &Asked, question: Question) -> Self {
-        let len_bytes = question.num_elems * question.dtype.size_bytes() as u64;
+        let len_bytes = question.len_bytes();
         let lane = asked.lane.as_ref().ok().map(|choice| choice.lane);
-        let outcome = match &asked.lane {
-            Ok(choice) => plan(asked.request(choice.lane, question, None)),
-            Err(refusal) => Err(refusal.clone()),
-        };
-        let chosen = outcome
-            .as_ref()
-            .ok()
-            .and_then(|plan| predicted(asked, lane?, plan, question));
+        let outcome = asked.plan(question, None);
+        let planned = outcome.as_ref().ok();
+        let chosen = planned.and_then(|plan| predicted(asked, plan, question));
         let mut candidates: Vec<Candidate> = Algorithm::ALL
             .into_iter()
             .filter(|algorithm| algorithm.backend() == asked.backend)
-            .map(|algorithm| candidate(machine, asked, question, lane, algorithm))
+            .map(|algorithm| candidate(machine, asked, question, algorithm))
             .collect();
         let rank = |one: &Candidate| one.predicted_us.unwrap_or(f64::INFINITY);
         candidates.sort_by(|one, other| rank(one).total_cmp(&rank(other)));
@@ -164,11 +155,8 @@ impl Answer {
                 Ok(choice) => choice.reason.clone(),
                 Err(refusal) => refusal.to_string(),
             },
-            algorithm: outcome.as_ref().ok().map(|plan| plan.algorithm.to_string()),
-            shape: outcome
-                .as_ref()
-                .ok()
-                .map(|plan| shape_words(plan, question)),
+            algorithm: planned.map(|plan| plan.algorithm.to_string()),
+            shape: planned.map(|plan| shape_words(plan, question)),
             predicted_us: chosen.map(Split::total_us),
             floor_us: (floor_us.is_finite() && floor_us > 0.0).then_some(floor_us),
             split: chosen,
@@ -268,29 +256,23 @@ fn candidate(
     machine: &Machine,
     asked: &Asked,
     question: Question,
-    lane: Option<Lane>,
     algorithm: Algorithm,
 ) -> Candidate {
-    let len_bytes = question.num_elems * question.dtype.size_bytes() as u64;
-    let outcome: Result<Plan, Refusal> = match (lane, &asked.lane) {
-        (Some(lane), _) => plan(asked.request(lane, question, Some(algorithm))),
-        (None, Err(refusal)) => Err(refusal.clone()),
-        (None, Ok(choice)) => plan(asked.request(choice.lane, question, Some(algorithm))),
-    };
+    let outcome = asked.plan(question, Some(algorithm));
     let of = outcome
         .as_ref()
         .ok()
-        .and_then(|plan| predicted(asked, lane?, plan, question));
+        .and_then(|plan| predicted(asked, plan, question));
     let gpus = asked.limits.map_or(0, |limits| limits.gpus);
-    let tuned = machine
-        .tuned
-        .as_ref()
-        .and_then(|table| table.set(asked.world_size, gpus, lane?, question.dtype));
+    let tuned = machine.tuned.as_ref().and_then(|table| {
+        let lane = asked.lane.as_ref().ok()?.lane;
+        table.set(asked.world_size, gpus, lane, question.dtype)
+    });
     Candidate {
         algorithm: algorithm.to_string(),
         predicted_us: of.map(Split::total_us),
         split: of,
-        measured_us: tuned.and_then(|set| set.measured_us(algorithm, len_bytes)),
+        measured_us: tuned.and_then(|set| set.measured_us(algorithm, question.len_bytes())),
         refused: outcome.err().map(|refusal| refusal.to_string()),
     }
 }
@@ -318,67 +300,36 @@ struct Step {
     refused: Option<String>,
 }
 
-/// Replays a step on a model of the links.
+/// Replays a step on a model of the links. Reductions that are alike take alike, so each kind is asked about once.
 pub(crate) fn simulate(machine: &Machine, asked: &Asked, workload: &Workload) -> Steps {
-    let lane = match &asked.lane {
-        Ok(choice) => Ok(choice.lane),
-        Err(refusal) => Err(refusal.clone()),
-    };
+    let mut kinds: BTreeMap<ReductionSpec, usize> = BTreeMap::new();
+    for spec in &workload.reductions {
+        *kinds.entry(*spec).or_default() += 1;
+    }
     let algorithms = Algorithm::ALL
         .into_iter()
         .filter(|algorithm| algorithm.backend() == asked.backend);
     let steps = std::iter::once(None)
         .chain(algorithms.map(Some))
         .map(|algorithm| {
-            let (mut simulated, mut closed) = (0.0, 0.0);
-            let mut refused = None;
-            for spec in &workload.reductions {
-                let question = Question {
-                    num_elems: spec.num_elems as u64,
-                    dtype: spec.dtype,
-                    op: spec.op,
-                };
-                let plan = lane
-                    .clone()
-                    .and_then(|lane| plan(asked.request(lane, question, algorithm)));
-                match plan {
-                    Ok(plan) => {
-                        let launches = plan.launches(question.num_elems) as f64;
-                        let split = lane
-                            .as_ref()
-                            .ok()
-                            .and_then(|lane| predicted(asked, *lane, &plan, question));
-                        closed += split.map_or(0.0, Split::total_us);
-                        let island = asked.limits.map_or(1, |limits| limits.island_size);
-                        let one = simulate::reduce(
-                            &machine.topology,
-                            &asked.placement,
-                            plan.algorithm,
-                            spec.dtype.size_bytes(),
-                            usize::try_from(island).unwrap_or(1),
-                            (spec.len_bytes() as f64 / launches) as usize,
-                            Fixed::of(&machine.topology),
-                        );
-                        match one {
-                            Ok(one) => {
-                                simulated +=
-                                    one.us * launches + split.map_or(0.0, |split| split.trigger_us);
-                            }
-                            Err(why) => refused = refused.or(Some(why.to_string())),
-                        }
-                    }
-                    Err(refusal) => refused = refused.or(Some(refusal.to_string())),
-                }
-            }
-            let good = refused.is_none();
+            let each = kinds.iter().map(|(spec, count)| {
+                let (simulated, closed) = one(machine, asked, *spec, algorithm)?;
+                let count = *count as f64;
+                Ok((simulated * count, closed * count))
+            });
+            let sum = each.reduce(|sum: Result<_, String>, next| {
+                let ((simulated, closed), next) = (sum?, next?);
+                Ok((simulated + next.0, closed + next.1))
+            });
+            let sum = sum.unwrap_or(Ok((0.0, 0.0)));
             Step {
                 algorithm: algorithm.map_or_else(
                     || "auto (the plan)".to_owned(),
                     |algorithm| algorithm.to_string(),
                 ),
-                simulated_us: good.then_some(simulated),
-                predicted_us: good.then_some(closed),
-                refused,
+                simulated_us: sum.as_ref().ok().map(|(simulated, _)| *simulated),
+                predicted_us: sum.as_ref().ok().map(|(_, closed)| *closed),
+                refused: sum.err(),
             }
         });
     Steps {
@@ -390,6 +341,40 @@ pub(crate) fn simulate(machine: &Machine, asked: &Asked, workload: &Workload) ->
         reductions: workload.reductions.len(),
         steps: steps.collect(),
     }
+}
+
+/// One reduction: simulated, and by the closed form; or why not.
+fn one(
+    machine: &Machine,
+    asked: &Asked,
+    spec: ReductionSpec,
+    algorithm: Option<Algorithm>,
+) -> Result<(f64, f64), String> {
+    let question = Question {
+        num_elems: spec.num_elems as u64,
+        dtype: spec.dtype,
+        op: spec.op,
+    };
+    let plan = asked
+        .plan(question, algorithm)
+        .map_err(|refusal| refusal.to_string())?;
+    let launches = plan.launches(question.num_elems) as f64;
+    let island = asked.limits.map_or(1, |limits| limits.island_size);
+    let simulated = simulate::reduce(
+        &machine.topology,
+        &asked.placement,
+        plan.algorithm,
+        spec.dtype.size_bytes(),
+        usize::try_from(island).unwrap_or(1),
+        (spec.len_bytes() as f64 / launches) as usize,
+        Fixed::of(&machine.topology),
+    );
+    let simulated = simulated.map_err(|why| why.to_string())?.us * launches;
+    let split = predicted(asked, &plan, question);
+    Ok((
+        simulated + split.map_or(0.0, |split| split.trigger_us),
+        split.map_or(0.0, Split::total_us),
+    ))
 }
 
 impl Steps {

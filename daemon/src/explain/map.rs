@@ -4,7 +4,6 @@
 
 use crate::explain::answer::{Split, predicted};
 use crate::explain::{Asked, Machine, Question};
-use crate::plan::plan;
 use crate::simulate::plot::{lines_svg, map_svg};
 use allreduce_contract::{Algorithm, Backend, Dtype, Lane, MAX_WORLD_SIZE, Op, WorldSize};
 use serde::Serialize;
@@ -64,23 +63,13 @@ pub(crate) fn sweep(
                     dtype,
                     op,
                 };
-                let outcome = match &asked.lane {
-                    Ok(choice) => plan(asked.request(choice.lane, question, None)),
-                    Err(refusal) => Err(refusal.clone()),
-                };
-                match outcome {
-                    Ok(plan) => {
-                        let lane = asked.lane.as_ref().ok().map(|choice| choice.lane);
-                        let us = lane
-                            .and_then(|lane| predicted(&asked, lane, &plan, question))
-                            .map(Split::total_us);
-                        Cell {
-                            bytes,
-                            algorithm: Some(plan.algorithm.to_string()),
-                            predicted_us: us,
-                            refused: None,
-                        }
-                    }
+                match asked.plan(question, None) {
+                    Ok(plan) => Cell {
+                        bytes,
+                        algorithm: Some(plan.algorithm.to_string()),
+                        predicted_us: predicted(&asked, &plan, question).map(Split::total_us),
+                        refused: None,
+                    },
                     Err(refusal) => Cell {
                         bytes,
                         algorithm: None,
@@ -159,17 +148,11 @@ impl Map {
             .map(|row| row.world_size as usize)
             .collect();
         let sizes: Vec<usize> = BITS.map(|bits| 1 << bits).collect();
-        let cells = worlds
-            .iter()
-            .flat_map(|world| sizes.iter().map(|bytes| chosen(*world, *bytes)));
-        let fallback = cells.collect::<Option<Vec<_>>>()?.first().copied()?;
         let title = format!(
             "{}, {} {}: algorithm by size and world size, predicted us",
             self.topology, self.dtype, self.op
         );
-        map_svg(&title, &worlds, &sizes, &|world_size, bytes| {
-            chosen(world_size, bytes).unwrap_or(fallback)
-        })
+        map_svg(&title, &worlds, &sizes, &chosen)
     }
 }
 
@@ -189,8 +172,8 @@ pub(crate) fn lines(machine: &Machine, asked: &Asked, question: Question) -> Opt
             dtype,
             op,
         };
-        let plan = plan(asked.request(lane, question, Some(algorithm))).ok()?;
-        predicted(asked, lane, &plan, question).map(Split::total_us)
+        let plan = asked.plan(question, Some(algorithm)).ok()?;
+        predicted(asked, &plan, question).map(Split::total_us)
     })
 }
 

@@ -12,8 +12,8 @@ use crate::config::{Config, Host};
 use crate::files;
 use crate::plan::tuned::{TunedError, TunedTable};
 use crate::plan::{
-    self, GpuLimits, LaneChoice, PlanRequest, Refusal, choose_lane, lane_geometry, model::Costs,
-    tuned_geometry,
+    self, GpuLimits, LaneChoice, Plan, PlanRequest, Refusal, choose_lane, lane_geometry,
+    model::Costs, tuned_geometry,
 };
 use crate::topology::{self, LoadError, Topology};
 use crate::workload::{self, ReductionSpec, Workload, WorkloadError};
@@ -180,7 +180,27 @@ pub(crate) struct Question {
     pub(crate) op: Op,
 }
 
+impl Question {
+    /// Bytes of a rank's tensor.
+    pub(crate) const fn len_bytes(&self) -> u64 {
+        self.num_elems * self.dtype.size_bytes() as u64
+    }
+}
+
 impl Asked {
+    /// What is run on the lane that was chosen, by the plan's choice or one that is named.
+    ///
+    /// # Errors
+    /// The plan's refusal, or that of the lane.
+    pub(crate) fn plan(
+        &self,
+        question: Question,
+        algorithm: Option<Algorithm>,
+    ) -> Result<Plan, Refusal> {
+        let choice = self.lane.as_ref().map_err(Clone::clone)?;
+        plan::plan(self.request(choice.lane, question, algorithm))
+    }
+
     /// What the plan is asked.
     pub(crate) fn request(
         &self,

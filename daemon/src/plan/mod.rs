@@ -479,22 +479,21 @@ pub(crate) fn plan(request: PlanRequest<'_>) -> Result<Plan, Refusal> {
                 shape: Shape::Host { threads: 1 },
                 basis: Basis::Only,
             }),
-            Lane::Delegated => Ok(Plan {
-                algorithm: request.geometry.algorithm(len_bytes, algorithm)?,
-                // Each rank's own.
-                shape: Shape::Host { threads: 1 },
-                basis: match (algorithm, request.costs) {
-                    (Some(_), _) => Basis::Asked,
-                    (None, costs) => {
-                        let chosen = request.geometry.algorithm(len_bytes, None).ok();
-                        let tuned = costs.and_then(|costs| costs.tuned(lane, dtype));
-                        match tuned.and_then(|tuned| tuned.choice(len_bytes)) {
-                            Some(tuned) if Some(tuned) == chosen => Basis::Tuned,
-                            Some(_) | None => Basis::Shipped,
-                        }
-                    }
-                },
-            }),
+            Lane::Delegated => {
+                let chosen = request.geometry.algorithm(len_bytes, algorithm)?;
+                let tuned = request.costs.and_then(|costs| costs.tuned(lane, dtype));
+                let is_tuned = tuned.and_then(|tuned| tuned.choice(len_bytes)) == Some(chosen);
+                Ok(Plan {
+                    algorithm: chosen,
+                    // Each rank's own.
+                    shape: Shape::Host { threads: 1 },
+                    basis: match (algorithm, is_tuned) {
+                        (Some(_), _) => Basis::Asked,
+                        (None, true) => Basis::Tuned,
+                        (None, false) => Basis::Shipped,
+                    },
+                })
+            }
         },
         Backend::Cuda => plan_cuda(&request, len_bytes),
     }

@@ -73,7 +73,6 @@ pub(crate) struct Costs {
     pub(crate) fabric: Fabric,
     /// By algorithm; for elements of 2 bytes, and of 4 or more: partial sums are f32.
     by_algorithm: [[Cost; 2]; Algorithm::ALL.len()],
-    has_gpus: bool,
     /// What was measured here, by lane, for elements of 2 bytes and of 4.
     tuned: Vec<(Lane, usize, Thresholds)>,
 }
@@ -93,7 +92,6 @@ impl Costs {
         Self {
             fabric,
             by_algorithm,
-            has_gpus: fabric != Fabric::Host,
             tuned: Vec::new(),
         }
     }
@@ -138,8 +136,8 @@ impl Costs {
         Algorithm::ALL
             .into_iter()
             .filter(|algorithm| match algorithm.backend() {
-                Backend::Cuda => self.has_gpus,
-                Backend::Host => !self.has_gpus,
+                Backend::Cuda => self.fabric != Fabric::Host,
+                Backend::Host => self.fabric == Fabric::Host,
             })
             // GPUs that cannot reach each other have the floor of what goes through the host.
             .filter(|algorithm| {

@@ -48,12 +48,12 @@ fn short_us(us: f64) -> String {
 }
 
 /// The algorithm of each size (bytes of a rank's tensor; a logarithmic axis, each size in the middle of its cell) and world size (rows), with
-/// the microseconds it takes where they fit. None without a cell; a size of 0 has no place on the axis.
+/// the microseconds it takes where they fit. None without a cell, or if one has no algorithm; a size of 0 has no place on the axis.
 pub(crate) fn map_svg(
     title: &str,
     world_sizes: &[usize],
     sizes: &[usize],
-    cell: &dyn Fn(usize, usize) -> (Algorithm, f64),
+    cell: &dyn Fn(usize, usize) -> Option<(Algorithm, f64)>,
 ) -> Option<String> {
     let mut sizes: Vec<usize> = sizes.iter().copied().filter(|size| *size > 0).collect();
     sizes.sort_unstable();
@@ -81,7 +81,7 @@ pub(crate) fn map_svg(
             top + ROW / 2.0 + 4.0
         );
         for (size, left, right) in &columns {
-            let (algorithm, us) = cell(*world_size, *size);
+            let (algorithm, us) = cell(*world_size, *size)?;
             let mut all = Algorithm::ALL.iter();
             used.insert(all.position(|of| *of == algorithm)?, algorithm);
             let (width, name) = (right - left, algorithm.name());
@@ -197,11 +197,13 @@ mod tests {
     #[test]
     fn a_map_is_well_formed_and_every_algorithm_used_is_in_its_legend() {
         let sizes: Vec<usize> = (8..=26).map(|power| 1 << power).rev().collect();
-        let cell = |world_size: usize, size: usize| match (world_size, size) {
-            (2, _) => (Algorithm::OneShotPush, 3.25),
-            (_, 0..=65_536) => (Algorithm::TwoShotPush, 8.0),
-            (_, 65_537..=4_194_304) => (Algorithm::Hierarchical, 123_456.0),
-            _ => (Algorithm::CopyEngineRing, f64::INFINITY),
+        let cell = |world_size: usize, size: usize| {
+            Some(match (world_size, size) {
+                (2, _) => (Algorithm::OneShotPush, 3.25),
+                (_, 0..=65_536) => (Algorithm::TwoShotPush, 8.0),
+                (_, 65_537..=4_194_304) => (Algorithm::Hierarchical, 123_456.0),
+                _ => (Algorithm::CopyEngineRing, f64::INFINITY),
+            })
         };
         let picture = map_svg("a <b> & c", &[2, 3, 16], &sizes, &cell).unwrap();
         assert_eq!(svg::is_well_formed(&picture), Ok(()));
@@ -227,7 +229,7 @@ mod tests {
     #[test]
     fn figures_are_left_out_where_they_do_not_fit() {
         let sizes: Vec<usize> = (1..=200).map(|size| size * 4096).collect();
-        let cell = |_: usize, _: usize| (Algorithm::TwoShotPush, 1234.5);
+        let cell = |_: usize, _: usize| Some((Algorithm::TwoShotPush, 1234.5));
         let picture = map_svg("", &[8], &sizes, &cell).unwrap();
         assert_eq!(svg::is_well_formed(&picture), Ok(()));
         let shown = picture.matches(">1234</text>").count();
@@ -236,7 +238,7 @@ mod tests {
 
     #[test]
     fn nothing_is_no_picture_and_one_cell_is_one() {
-        let cell = |_: usize, _: usize| (Algorithm::TwoShotPush, 1.0);
+        let cell = |_: usize, _: usize| Some((Algorithm::TwoShotPush, 1.0));
         assert_eq!(map_svg("", &[], &[1024], &cell), None);
         assert_eq!(map_svg("", &[2], &[0], &cell), None);
         let one = map_svg("", &[2], &[1024, 1024, 0], &cell).unwrap();

@@ -124,7 +124,7 @@ impl Machine {
                 None
             }
             Some(Err(error)) => {
-                notes.push(format!("topology.tuned is not used: {error}"));
+                notes.push(unusable(error));
                 None
             }
         };
@@ -142,30 +142,32 @@ impl Machine {
     /// Backend host: what was measured of it, what it is and what is not as it should be, for people. Nothing is read where no table is
     /// named.
     pub(crate) fn host(self, world_size: WorldSize) -> (Option<Arc<Costs>>, String, Vec<String>) {
-        let known = match self.config.read_tuned() {
-            None => return (None, String::new(), Vec::new()),
-            Some(tuned) => (load(&self.config), tuned),
+        let nothing = |notes| (None, String::new(), notes);
+        let Some(tuned) = self.config.read_tuned() else {
+            return nothing(Vec::new());
         };
+        let topology = load(&self.config).map_err(|error| error.to_string());
+        let known = topology.and_then(|(topology, _)| {
+            let table = tuned.map_err(|error| error.to_string())?;
+            Ok((topology, table))
+        });
         let (topology, table) = match known {
-            (Ok((topology, _)), Ok(table)) => (topology, table),
-            (Err(error), _) => {
-                let note = format!("topology.tuned is not used: {error}");
-                return (None, String::new(), vec![note]);
-            }
-            (_, Err(error)) => {
-                let note = format!("topology.tuned is not used: {error}");
-                return (None, String::new(), vec![note]);
-            }
+            Ok(known) => known,
+            Err(error) => return nothing(vec![unusable(&error)]),
         };
         let fingerprint = topology.fingerprint();
         if table.fingerprint != fingerprint {
-            return (None, String::new(), vec![stranger(&table, &fingerprint)]);
+            return nothing(vec![stranger(&table, &fingerprint)]);
         }
         let words = format!("{}; algorithms by a tuned table", topology.name());
         let costs = Costs::of(&topology, &vec![NO_GPU; world_size.as_usize()], 1)
             .with_tuned(&table, world_size, 0);
         (Some(Arc::new(costs)), words, Vec::new())
     }
+}
+
+fn unusable(error: &str) -> String {
+    format!("topology.tuned is not used: {error}")
 }
 
 fn stranger(table: &TunedTable, fingerprint: &str) -> String {

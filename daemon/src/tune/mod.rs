@@ -13,7 +13,6 @@ use crate::config::Config;
 use crate::device::{self, DeviceError};
 use crate::explain::{Machine, Question};
 use crate::files;
-use crate::plan::plan;
 use crate::plan::tuned::{SCHEMA_VERSION, TunedChoice, TunedRow, TunedSet, TunedTable};
 use crate::private::{PrivateDaemon, StartError};
 use crate::spread::time;
@@ -287,9 +286,7 @@ fn measure(
             dtype,
             op: Op::Sum,
         };
-        let planned = plan(asked.request(lane, question, None))
-            .ok()
-            .map(|plan| plan.algorithm);
+        let planned = asked.plan(question, None).ok().map(|plan| plan.algorithm);
         if let Some(algorithm) = faster(&timed, planned) {
             choices.push(TunedChoice {
                 up_to_bytes: *bytes,
